@@ -1,0 +1,1 @@
+"""Rewards: functions of images and prompts."""
