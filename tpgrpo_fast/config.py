@@ -17,7 +17,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -127,7 +127,9 @@ def _convert(value: Any, hint: Any) -> Any:
         if isinstance(value, hint):
             return value
     elif hint is int:
-        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value == int(value):
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+        if isinstance(value, float) and value.is_integer():
             return int(value)
     elif hint is float:
         if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
@@ -158,8 +160,14 @@ def _convert_field(hint: Any, key: str, value: Any) -> tuple[Any, list[Problem]]
     return value, [Problem(key, value, f"expected {expected}", remedy)]
 
 
-def _bounded(default: Any, *, at_least: float | None = None, above: float | None = None,
-             at_most: float | None = None, below: float | None = None) -> Any:
+def _bounded(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
     """Field with a numeric range; the range is checked whenever the value is not None."""
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     return field(default=default, metadata={name: limit for name, limit in limits.items() if limit is not None})
@@ -300,8 +308,10 @@ class ModelConfig(_Section):
             yield self._problem("path", "is empty", "give a pipeline folder, a hub name, or shapes")
         if self.full_finetune and self.lora.path is not None:
             yield Problem(
-                "model.lora.path", self.lora.path, "model.full_finetune trains the transformer's own weights; "
-                "the adapter would be ignored", "set model.lora.path null or model.full_finetune false",
+                "model.lora.path",
+                self.lora.path,
+                "model.full_finetune trains the transformer's own weights; the adapter would be ignored",
+                "set model.lora.path null or model.full_finetune false",
             )
 
 
@@ -388,7 +398,8 @@ class RolloutConfig(_Section):
                 yield self._problem(name, "the image decoder needs a multiple of 8", f"round rollout.{name} to one")
         if self.sde_type == "cps" and self.noise_level > 1:
             yield self._problem(
-                "noise_level", "under cps it is a fraction of the noise that is replaced, at most 1",
+                "noise_level",
+                "under cps it is a fraction of the noise that is replaced, at most 1",
                 "set rollout.noise_level in (0, 1] (0.7 is usual)",
             )
         if self.sde_type != "ode":
@@ -398,17 +409,20 @@ class RolloutConfig(_Section):
         low, high = self.window_range
         if self.window_size > self.steps:
             yield self._problem(
-                "window_size", f"a rollout has only rollout.steps = {self.steps} steps",
+                "window_size",
+                f"a rollout has only rollout.steps = {self.steps} steps",
                 f"set rollout.window_size to at most {self.steps}",
             )
         if not 0 <= low < high <= self.steps:
             yield self._problem(
-                "window_range", f"must be [low, high) with 0 <= low < high <= rollout.steps = {self.steps}",
+                "window_range",
+                f"must be [low, high) with 0 <= low < high <= rollout.steps = {self.steps}",
                 f"set rollout.window_range to [0, {max(self.steps - 1, 1)}]",
             )
         elif self.window_size > high - low:
             yield self._problem(
-                "window_size", f"does not fit into the {high - low} steps of rollout.window_range = [{low}, {high}]",
+                "window_size",
+                f"does not fit into the {high - low} steps of rollout.window_range = [{low}, {high}]",
                 f"set rollout.window_size to at most {high - low}, or widen rollout.window_range",
             )
 
@@ -543,18 +557,33 @@ def _normalize_reward(reward: Any) -> tuple[dict[str, Any], list[Problem]]:
         options = dict(entry) if isinstance(entry, Mapping) else {}
         weight, found = _convert_field(float, key, options.pop("weight", 1.0) if isinstance(entry, Mapping) else entry)
         if found:
-            problems.append(Problem(key, entry, "expected a finite weight, or a mapping {weight, ...options}",
-                                    f"set {key} to a number, such as 1.0"))
+            problems.append(
+                Problem(
+                    key,
+                    entry,
+                    "expected a finite weight, or a mapping {weight, ...options}",
+                    f"set {key} to a number, such as 1.0",
+                )
+            )
         bad_options = [option for option in options if not (isinstance(option, str) and option.isidentifier())]
         if bad_options:
-            problems.append(Problem(key, entry, f"{bad_options[0]!r} cannot be the name of an option",
-                                    "name options as Python arguments"))
+            problems.append(
+                Problem(
+                    key,
+                    entry,
+                    f"{bad_options[0]!r} cannot be the name of an option",
+                    "name options as Python arguments",
+                )
+            )
         result[name] = {"weight": weight, **options} if options else weight
     if not result:
         problems.append(Problem("reward", reward, "no reward is given", "add one, such as --reward.shapes 1.0"))
     elif not problems and all((e["weight"] if isinstance(e, dict) else e) == 0 for e in result.values()):
-        problems.append(Problem("reward", reward, "every weight is 0, so there is nothing to learn",
-                                "give at least one reward a weight"))
+        problems.append(
+            Problem(
+                "reward", reward, "every weight is 0, so there is nothing to learn", "give at least one reward a weight"
+            )
+        )
     return result, problems
 
 
@@ -563,46 +592,55 @@ def _combination_problems(config: Config) -> Iterator[Problem]:
     rollout, train, credit, model, data = config.rollout, config.train, config.credit, config.model, config.data
     if rollout.sde_type == "ode":
         yield rollout._problem(
-            "sde_type", "ODE steps inject no noise and have no log-prob, so they cannot be trained on",
+            "sde_type",
+            "ODE steps inject no noise and have no log-prob, so they cannot be trained on",
             "set rollout.sde_type to sde, cps or dance",
         )
     elif rollout.noise_level <= 0:
         yield rollout._problem(
-            "noise_level", "steps without noise have no log-prob, so they cannot be trained on",
+            "noise_level",
+            "steps without noise have no log-prob, so they cannot be trained on",
             "set rollout.noise_level above 0 (0.7 is usual)",
         )
     elif rollout.sde_type == "cps" and rollout.steps - 1 in rollout.trained_steps:
         yield _zero_noise_problem(rollout, [rollout.steps - 1])
     if rollout.guidance_scale > 1 and not train.guidance and train.old_log_prob == "rollout":
         yield train._problem(
-            "guidance", f"the rollout samples with guidance {rollout.guidance_scale:g}; its log-probs are not those "
-            "of the unguided policy", "set train.old_log_prob to recompute, or train.guidance true",
+            "guidance",
+            f"the rollout samples with guidance {rollout.guidance_scale:g}; its log-probs are not those "
+            "of the unguided policy",
+            "set train.old_log_prob to recompute, or train.guidance true",
         )
     if rollout.guidance_scale == 1 and model.negative_prompt:
         yield model._problem(
-            "negative_prompt", "it is never read with rollout.guidance_scale = 1",
+            "negative_prompt",
+            "it is never read with rollout.guidance_scale = 1",
             "set rollout.guidance_scale above 1, or remove model.negative_prompt",
         )
     if train.kl == "flow_grpo" and rollout.sde_type == "dance":
         yield train._problem(
-            "kl", "Flow-GRPO's standard deviation is not defined for rollout.sde_type = dance",
+            "kl",
+            "Flow-GRPO's standard deviation is not defined for rollout.sde_type = dance",
             "set train.kl to gaussian",
         )
     if train.beta > 0 and model.full_finetune:
         yield train._problem(
-            "beta", "the KL's reference is the model without adapter, and model.full_finetune has none",
+            "beta",
+            "the KL's reference is the model without adapter, and model.full_finetune has none",
             "set train.beta to 0, or model.full_finetune false",
         )
     if credit.step_weights is not None and len(credit.step_weights) != rollout.window_size:
         yield Problem(
-            "credit.step_weights", list(credit.step_weights),
+            "credit.step_weights",
+            list(credit.step_weights),
             f"has {len(credit.step_weights)} entries for rollout.window_size = {rollout.window_size} trained steps",
             f"give {rollout.window_size} weights, or null",
         )
     rows = data.group_size * data.prompts_per_iteration
     if train.updates_per_iteration > rows:
         yield train._problem(
-            "updates_per_iteration", f"an iteration has only {rows} samples (data.prompts_per_iteration = "
+            "updates_per_iteration",
+            f"an iteration has only {rows} samples (data.prompts_per_iteration = "
             f"{data.prompts_per_iteration} times data.group_size = {data.group_size})",
             f"set train.updates_per_iteration to at most {rows}",
         )
@@ -616,7 +654,8 @@ def _zero_noise_problem(rollout: RolloutConfig, steps: Sequence[int]) -> Problem
         f"the window reaches step{'s' if len(steps) > 1 else ''} {listed} of {rollout.steps}, which under "
         f"{rollout.sde_type} inject{'' if len(steps) > 1 else 's'} no noise (c = 0): the log-prob there is undefined",
         f"set rollout.window_range to [0, {first}] and rollout.window_size to at most {first}"
-        if first else "set another rollout.sde_type, or more rollout.steps",
+        if first
+        else "set another rollout.sde_type, or more rollout.steps",
     )
 
 
@@ -633,10 +672,16 @@ def check_window(config: Config | RolloutConfig, sigmas: Sequence[float]) -> Non
     rollout = config.rollout if isinstance(config, Config) else config
     grid = [float(sigma) for sigma in sigmas]
     if len(grid) != rollout.steps + 1:
-        raise ConfigError([rollout._problem(
-            "steps", f"the scheduler gives {len(grid) - 1} steps", f"set rollout.steps to {len(grid) - 1}")])
+        raise ConfigError(
+            [
+                rollout._problem(
+                    "steps", f"the scheduler gives {len(grid) - 1} steps", f"set rollout.steps to {len(grid) - 1}"
+                )
+            ]
+        )
     silent = [
-        step for step in rollout.trained_steps
+        step
+        for step in rollout.trained_steps
         if not float(transitions.make(rollout.sde_type, grid, step, rollout.noise_level).c) > 0
     ]
     if silent:
@@ -866,7 +911,7 @@ def _override_path(key: str) -> list[str]:
 def _hint_of(path: Sequence[str]) -> Any:
     hint: Any = Config
     for name in path:
-        hint = _field_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None
+        hint = _field_hints(hint).get(name) if dataclasses.is_dataclass(hint) else None  # type: ignore[arg-type]
     return hint
 
 
