@@ -70,6 +70,7 @@ class ConfigError(ValueError):
 
 
 def _show(value: Any, limit: int = 80) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -149,15 +150,28 @@ def _convert_field(hint: Any, key: str, value: Any) -> tuple[Any, list[Problem]]
         expected = str(mismatch)
     choices = [str(c) for arg in (hint, *get_args(hint)) if get_origin(arg) is Literal for c in get_args(arg) if c]
     guess = _closest(value, choices) if isinstance(value, str) else None
-    if guess:
+    kinds = {hint, get_origin(hint), *get_args(hint), *map(get_origin, get_args(hint))}
+    if kinds & {tuple, list, Sequence} and not isinstance(value, (list, tuple, Mapping)):
+        remedy = f"write it as a list, such as {_example(hint)}"
+    elif guess:
         remedy = f"did you mean {guess}?"
-    elif get_origin(hint) is tuple and isinstance(value, str):
-        remedy = "write it as a list, such as [a, b]"
-    elif _admits_text(hint) and not isinstance(value, (list, Mapping)):
+    elif str in kinds and not isinstance(value, (list, Mapping)):
         remedy = "put it in quotes"
     else:
-        remedy = f"give {expected}"
+        remedy = f"set {key} to a value such as {_example(hint)}"
     return value, [Problem(key, value, f"expected {expected}", remedy)]
+
+
+def _example(hint: Any) -> str:
+    """Return a value that a type hint admits, as YAML."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _example(args[0])
+    if origin is Literal:
+        return "null" if args[0] is None else str(args[0])
+    if origin in (tuple, list, Sequence):
+        return "[" + ", ".join(_example(arg) for arg in args if arg is not Ellipsis) + "]"
+    return {int: "4", float: "0.5", bool: "true", str: "name", type(None): "null"}[hint]
 
 
 def _bounded(
@@ -833,7 +847,8 @@ def _build(cls: Any, prefix: str, mapping: Any) -> tuple[Any, list[Problem]]:
     except ConfigError as error:
         return None, problems + list(error.problems)
     except ValueError as error:
-        return None, [*problems, Problem(prefix, _UNSET, str(error), "")]
+        # Of a section that is not ours to phrase: its message names the field, the value and the choice.
+        return None, [*problems, Problem("", _UNSET, str(error), f"correct it under {prefix}")]
 
 
 def _unknown_key(key: str, value: Any, prefix: str, known: Sequence[str]) -> Problem:
