@@ -1,5 +1,7 @@
 """The C++ library: known answers of Philox, accuracy of the normals, independence of threads and of the batch."""
 
+import math
+
 import pytest
 import torch
 
@@ -78,9 +80,23 @@ def test_empty_output(shape):
 
 
 @built
-def test_largest_radius_is_finite_and_moments_are_standard():
+@pytest.mark.parametrize("isa", _cpp.ISA_NAMES)
+@pytest.mark.parametrize(
+    ("row_uid", "pair", "radius"),
+    [
+        (45, 2 * 235114 + 1, math.sqrt(48 * math.log(2))),
+        (44, 2 * 571925, 0.0),
+    ],  # u1 = 2^-24 and u1 = 1, found by search
+)
+def test_extreme_uniforms(isa, row_uid, pair, radius):
+    out = torch.empty(1, 2 * pair + 2)
+    _cpp.philox_normal(out, 0, torch.tensor([row_uid]), 0, 0, max_isa=isa)
+    assert out[0, -2:].double().norm().item() == pytest.approx(radius, abs=1e-6)
+
+
+@built
+def test_moments_are_standard():
     x = _cpp.philox_normal(torch.empty(4, 1_000_000), 1, torch.arange(4), 0, 0).double()
-    assert x.isfinite().all()
     assert x.mean().abs() < 5 / x.numel() ** 0.5
     assert (x.var() - 1).abs() < 5 * (2 / x.numel()) ** 0.5
     assert (x**4).mean().sub(3).abs() < 5 * (96 / x.numel()) ** 0.5
