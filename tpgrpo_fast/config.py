@@ -931,7 +931,7 @@ def _hint_of(path: Sequence[str]) -> Any:
 
 
 def _admits_text(hint: Any) -> bool:
-    return hint is str or str in get_args(hint)
+    return hint is str or (get_origin(hint) in (Union, types.UnionType) and str in get_args(hint))
 
 
 def _write(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
