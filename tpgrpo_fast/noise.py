@@ -37,7 +37,9 @@ class Stream(IntEnum):
     REPLAY = 5 << 28
 
 
-def philox_4x32(counter: Sequence[torch.Tensor | int], key: tuple[int, int], *, device: torch.device | str = "cpu"):
+def philox_4x32(
+    counter: Sequence[torch.Tensor | int], key: tuple[int, int], *, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, ...]:
     """Philox-4x32-10 on int64 tensors that hold uint32 words.
 
     Args:
@@ -118,7 +120,7 @@ def normal(
         raise ValueError(f"row_uid has shape {list(rows.shape)}, but shape = {list(shape)} asks for one uid a row")
     if isinstance(step, torch.Tensor):
         if step.shape != rows.shape:
-            raise ValueError(f"step has shape {list(step.shape)}: give one int, or one step for each of {len(rows)} rows")
+            raise ValueError(f"step has shape {list(step.shape)}: give one int, or one for each of {len(rows)} rows")
         stream_step: int | torch.Tensor = step.to(torch.int64) | int(stream)
     else:
         stream_step = int(step) | int(stream)
@@ -139,9 +141,9 @@ def uniform_words(count: int, *, seed: int, stream: Stream, iteration: int = 0, 
     return words.flatten()[:count].tolist()
 
 
-def permutation(count: int, *, seed: int, stream: Stream, iteration: int = 0) -> list[int]:
+def permutation(count: int, *, seed: int, stream: Stream, iteration: int = 0, row: int = 0) -> list[int]:
     """A random permutation of `range(count)`, a pure function of its arguments."""
-    words = torch.tensor(uniform_words(2 * count, seed=seed, stream=stream, iteration=iteration), dtype=torch.int64)
+    words = torch.tensor(uniform_words(2 * count, seed=seed, stream=stream, iteration=iteration, row=row))
     # 62 random bits a key; a stable sort makes the result the same everywhere even if two keys were equal.
     keys = (words[0::2] << 30) ^ words[1::2]
     return torch.argsort(keys, stable=True).tolist()

@@ -1,8 +1,8 @@
 """The sampler's and the loss's elementwise operations, in float32 whatever the storage dtype.
 
 Everything here works on rows: `velocity`, `sample` and `next_sample` are `[N, ...]` with any trailing shape (SD3's
-`[N, C, H, W]`, FLUX's packed `[N, L, C]`), and per-row numbers are `[N]`. The code below is the reference in plain torch
-that other backends are measured against.
+`[N, C, H, W]`, FLUX's packed `[N, L, C]`), and per-row numbers are `[N]`. The code below is the reference in plain
+torch that other backends are measured against.
 """
 
 from __future__ import annotations
@@ -236,10 +236,13 @@ def philox_normal(
     step: int | torch.Tensor,
     backend: Backend = "auto",
     device: torch.device | str | None = None,
+    stream: _noise.Stream = _noise.Stream.STEP,
 ) -> torch.Tensor:
-    """Step noise `[N, ...]` float32, a pure function of its arguments; see `tpgrpo_fast.noise.normal`."""
+    """Noise `[N, ...]` float32, a pure function of its arguments; see `tpgrpo_fast.noise.normal`."""
     _choose_backend(backend)
-    return _noise.normal(shape, seed=seed, iteration=iteration, row_uid=row_uid, step=step, device=device)
+    return _noise.normal(
+        shape, seed=seed, iteration=iteration, row_uid=row_uid, step=step, stream=stream, device=device
+    )
 
 
 def guided(velocity: torch.Tensor, velocity_uncond: torch.Tensor | None, guidance_scale: float) -> torch.Tensor:
@@ -292,7 +295,9 @@ def _column(value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _check_pair(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     if value.shape != other.shape:
-        raise ValueError(f"{name} has shape {list(value.shape)}, but {other_name} has {list(other.shape)}: they must agree")
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but {other_name} has {list(other.shape)}: they must agree"
+        )
     if value.device != other.device:
         raise ValueError(f"{name} is on {value.device}, but {other_name} is on {other.device}: move one of them")
     if not value.dtype.is_floating_point:
@@ -310,4 +315,6 @@ def _choose_backend(backend: str) -> None:
     if backend not in ("auto", "torch", "triton", "cpp"):
         raise ValueError(f"backend = {backend!r}: choose auto, torch, triton or cpp")
     if backend in ("triton", "cpp"):
-        raise RuntimeError(f"backend = {backend!r}: this version has no such kernel for this operation; use auto or torch")
+        raise RuntimeError(
+            f"backend = {backend!r}: this version has no such kernel for this operation; use auto or torch"
+        )

@@ -166,7 +166,7 @@ def _coefficients(sde_type: str, sigmas: list[float], step: int, noise_level: fl
     sigma, sigma_next = sigmas[step], sigmas[step + 1]
     if not 0.0 <= sigma_next < sigma <= 1.0:
         raise ValueError(
-            f"sigmas[{step}] = {sigma} and sigmas[{step + 1}] = {sigma_next}: a flow-matching grid falls from at most 1 to 0"
+            f"sigmas[{step}] = {sigma} and sigmas[{step + 1}] = {sigma_next}: a grid falls from at most 1 to 0"
         )
     dt = sigma_next - sigma
     if sde_type == "ode":
