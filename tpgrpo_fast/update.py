@@ -42,7 +42,7 @@ class UpdateStats:
     ratio_max_dev: float
     """max |ratio - 1| before the first optimizer step after the rollout: 0 but for rounding."""
     grad_norm: float
-    """Gradient norm before clipping, averaged over the updates."""
+    """Gradient norm before clipping, averaged over the updates; NaN where DeepSpeed keeps none (ZeRO stage 0)."""
     learning_rate: float
     """At the last update."""
     updates: int
@@ -243,28 +243,34 @@ class Learner:
             trained += update.trained
             for place, batch in enumerate(update.micro_batches):
                 result = self._loss(rollout, batch, old, mine, normalizer=update.pairs)
+                values = torch.stack([result.loss.detach(), result.policy_loss, result.kl]).double().cpu()
+                if not torch.isfinite(values).all():
+                    raise TrainingError(
+                        f"the loss is not finite (iteration {iteration}, policy loss {float(values[1])}, KL "
+                        f"{float(values[2])}): lower train.learning_rate or train.clip_range, or check the reward"
+                    )
                 self.engine.set_gradient_accumulation_boundary(place == len(update.micro_batches) - 1)
                 # DeepSpeed averages gradients over processes; this loss is a mean over all processes' pairs already.
                 self.engine.backward(result.loss * self.world.world_size, scale_wrt_gas=False)
                 self.engine.step()
                 if not batch.padding:
-                    values = torch.stack([result.loss.detach(), result.policy_loss, result.kl]).double().cpu()
                     totals[:3] += values
                     totals[3] += float(result.clip_fraction) * len(batch.rows)
                     if steps == 0:
                         max_dev = max(max_dev, float((result.ratio - 1).abs().max()))
-                    if not torch.isfinite(values).all():
-                        raise TrainingError(
-                            f"the loss is not finite (iteration {iteration}, policy loss {float(values[1])}, KL "
-                            f"{float(values[2])}): lower train.learning_rate or train.clip_range, or check the reward"
-                        )
                 if on_micro_batch is not None:
                     on_micro_batch()
             if update.micro_batches:
                 steps += 1
                 self.updates += 1
                 norm = self.engine.get_global_grad_norm()
-                norms.append(0.0 if norm is None else float(norm))
+                if norm is not None:  # DeepSpeed keeps none without ZeRO
+                    norms.append(float(norm))
+                    if not math.isfinite(norms[-1]):
+                        raise TrainingError(
+                            f"the gradient norm is {norms[-1]} (iteration {iteration}): lower train.learning_rate, set "
+                            "train.max_grad_norm, or use another model.dtype"
+                        )
                 if self.ema is not None and self.updates % train.ema_every == 0:
                     self.ema.step(self.parameters)
         sums = self.world.gather_rows(torch.cat([totals, torch.tensor([max_dev])]).unsqueeze(0))
@@ -276,7 +282,7 @@ class Learner:
             kl=kl / planned,
             clip_fraction=clipped / max(1, trained),
             ratio_max_dev=float(sums[:, 4].max()),
-            grad_norm=sum(norms) / max(1, len(norms)),
+            grad_norm=sum(norms) / len(norms) if norms else math.nan,
             learning_rate=float(self.engine.get_lr()[0]),
             updates=steps,
             pairs=trained,

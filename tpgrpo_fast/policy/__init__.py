@@ -60,10 +60,11 @@ def load(
         )
     module, _, attribute = FAMILIES[name].partition(":")
     policy = getattr(importlib.import_module(module), attribute)(pipeline, max_text_length=max_text_length)
-    if dtype is not None:
+    if dtype is not None and policy.dtype != dtype:
         pipeline.to(dtype=dtype)
-    if decoder_dtype is not None and getattr(pipeline, "vae", None) is not None:
-        pipeline.vae.to(dtype=decoder_dtype)
+    vae = getattr(pipeline, "vae", None)
+    if decoder_dtype is not None and vae is not None and vae.dtype != decoder_dtype:
+        vae.to(dtype=decoder_dtype)
     if device is not None:
         pipeline.to(device)
     return policy
