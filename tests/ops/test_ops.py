@@ -544,6 +544,18 @@ def test_weight_multiplies_each_pair_and_a_zero_one_counts_in_the_mean(backend):
     assert result.policy_loss.item() == pytest.approx(-(2.0 * 1.0 + 0.0 + 0.5 * 4.0) / 3, rel=1e-6)
 
 
+def test_weight_multiplies_the_kl_too(backend):
+    transition, velocity, sample, following = batch(3, 4, 5)
+    weight, reference = torch.tensor([2.0, 0.0, 0.5]), randn(3, 4, 5, seed=10)
+    result = ops.grpo_loss(
+        velocity, sample, following, transition, torch.zeros(3), torch.zeros(3), velocity_ref=reference, beta=0.3,
+        weight=weight, backend=backend,
+    )  # fmt: skip
+    per_row = row_mean((transition.b * (velocity - reference).double()).square()) / (2 * transition.c**2)
+    assert result.kl.item() == pytest.approx((weight * per_row).sum().item() / 3, rel=1e-5)
+    assert result.loss.item() == pytest.approx(0.3 * result.kl.item(), rel=1e-6)
+
+
 def test_normalizer_lets_skipped_pairs_count(backend):
     whole, gradient = weighted_loss(slice(0, 3), None, backend)
     skipped, smaller = weighted_loss(slice(0, 3), 12, backend)
