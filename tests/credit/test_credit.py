@@ -65,6 +65,8 @@ def credit_of(trajectories, backend, groups=None, **config) -> Credit[np.ndarray
         (RETURNING, {"consistent": False, "trend": "any", "turning": "add"}, [1, 1, 1], [2, -2, 4]),
         # No trend, no turning points; one step alone is never consistent.
         ([0, 1, 0], {"consistent": False}, [0, 0], [1, -1]),
+        ([0, 1, 0], {"consistent": False, "trend": "any", "turning": "add"}, [0, 1], [1, -2]),
+        ([0, 1, 0], {"consistent": False, "trend": "any", "positive_only": True}, [0, 0], [1, -1]),
         ([0, 1], {}, [0], [1]),
         ([0, 1], {"consistent": False, "turning": "add"}, [1], [2]),
         (WAVE, {"method": "incremental"}, [0, 0, 0, 0], [-1, 2, -0.5, 1.5]),
