@@ -88,6 +88,8 @@ def sde_step(
     _choose_backend(backend)
     _check_pair("velocity", velocity, "sample", sample)
     _check_reduction(log_prob)
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ValueError(f"out_dtype = {out_dtype}: states are stored in a floating-point dtype")
     count = sample.shape[0]
     noisy = transition.has_noise(count)
     mean = _mean(velocity, sample, transition, velocity_uncond, guidance_scale)
@@ -100,6 +102,8 @@ def sde_step(
         else:
             if seed is None or row_uid is None:
                 raise ValueError("sde_step needs noise for rows with c > 0: pass `noise`, or `seed` and `row_uid`")
+            if isinstance(step, torch.Tensor) and step.dim() > 0 and step.shape != (count,):
+                raise ValueError(f"step has shape {list(step.shape)}, but the batch has {count} rows: give [{count}]")
             rows = noisy.nonzero().squeeze(1)
             uid = torch.as_tensor(row_uid, dtype=torch.int64).cpu()
             if uid.shape != (count,):
@@ -205,11 +209,13 @@ def grpo_loss(
         raise ValueError("kl = 'flow_grpo' is not defined for DanceGRPO's sampler: use kl = 'gaussian'")
     if beta > 0 and velocity_ref is None:
         raise ValueError(f"beta = {beta} asks for a KL: pass velocity_ref, or set beta to 0")
+    if velocity_ref is not None:
+        _check_pair("velocity_ref", velocity_ref, "sample", sample)
 
     mean = _mean(velocity, sample, transition, velocity_uncond, guidance_scale)
     new_log_prob = _gaussian_log_prob(next_sample, mean, transition, noisy, log_prob)
     weight = torch.ones_like(new_log_prob) if weight is None else weight.to(new_log_prob)
-    total = float(count if normalizer is None else normalizer)
+    total = float(max(count, 1) if normalizer is None else normalizer)
     adv = advantage.to(new_log_prob).clamp(-adv_clip, adv_clip)
     ratio = torch.exp(new_log_prob - old_log_prob.to(new_log_prob))
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
@@ -219,7 +225,7 @@ def grpo_loss(
         mean_ref = _mean(velocity_ref.detach(), sample, transition, None, 1.0)
         deviation = transition.c if kl == "gaussian" else transition.std_dev_t
         variance = _column(deviation, mean).flatten().square()
-        per_row = (mean - mean_ref).square().flatten(1).mean(dim=1) / (2.0 * variance)
+        per_row = (mean - mean_ref).square().reshape(count, math.prod(mean.shape[1:])).mean(dim=1) / (2.0 * variance)
         kl_loss = (weight * per_row).sum() / total
     detached = ratio.detach()
     clip_fraction = ((detached - 1.0).abs() > clip_range).to(detached.dtype).sum() / max(count, 1)
@@ -272,7 +278,7 @@ def _gaussian_log_prob(
 ) -> torch.Tensor:
     """`[N]` log-probability of `value` as it is stored, 0 in rows without noise."""
     elements = math.prod(mean.shape[1:])
-    error = (value.to(mean.dtype) - mean).square().flatten(1)
+    error = (value.to(mean.dtype) - mean).square().reshape(mean.shape[0], elements)
     reduced = error.mean(dim=1) if log_prob == "mean" else error.sum(dim=1)
     if transition.unscaled_log_prob:
         score = -reduced
@@ -300,8 +306,9 @@ def _check_pair(name: str, value: torch.Tensor, other_name: str, other: torch.Te
         )
     if value.device != other.device:
         raise ValueError(f"{name} is on {value.device}, but {other_name} is on {other.device}: move one of them")
-    if not value.dtype.is_floating_point:
-        raise ValueError(f"{name} has dtype {value.dtype}: convert it to a floating-point dtype")
+    for label, tensor in ((name, value), (other_name, other)):
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{label} has dtype {tensor.dtype}: convert it to a floating-point dtype")
     if value.dim() == 0:
         raise ValueError(f"{name} is a scalar: give it a leading row dimension")
 
