@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 PAIRS = 9
 
@@ -71,6 +70,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     table = [("case", "competitor", "median ms", "min-max ms", "speed-up", "M elements/s", "GB/s"), *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    terminalreporter.section(f"{PAIRS} interleaved rounds, {torch.get_num_threads()} torch threads")
+    terminalreporter.section(f"medians of {PAIRS} interleaved rounds")
     for row in table:
         terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
