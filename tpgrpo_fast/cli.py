@@ -42,4 +42,6 @@ def _is_for_users(error: BaseException) -> bool:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith("tpgrpo_fast")
+    # Not the module's name: that of a module run with `python -m` is __main__.
+    package = "" if traceback is None else traceback.tb_frame.f_globals.get("__package__") or ""
+    return package.split(".")[0] == "tpgrpo_fast"

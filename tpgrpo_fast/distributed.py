@@ -6,11 +6,14 @@ import atexit
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,25 @@ class World:
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local)
         return torch.cat(parts).cpu()
+
+    def from_main(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on the main process, on every process.
+
+        Raises:
+            ValueError: what `compute` raised there, on every process.
+        """
+        if self.world_size == 1:
+            return compute()
+        message: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                message[0] = compute()
+            except ValueError as error:
+                message[1] = error
+        dist.broadcast_object_list(message, src=0)
+        if message[1] is not None:
+            raise message[1]
+        return cast(T, message[0])
 
     def barrier(self) -> None:
         """Wait until every process is here."""

@@ -50,10 +50,6 @@ class Task:
     """Evaluation prompts."""
     rewards: RewardSet
     """What images are scored with."""
-    folder: Path
-    """The run folder."""
-    resume: Path | None
-    """Checkpoint to go on from."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,19 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options, overrides = parser.parse_known_args(arguments)
-    task = prepare(
-        load_config(options.config, overrides),
-        deepspeed=options.deepspeed,
-        resume=options.resume,
-        allowed_changes=options.allow_config_change,
-    )
-    train(task, distributed.start(options.local_rank))
+    task = prepare(load_config(options.config, overrides), deepspeed=options.deepspeed)
+    world = distributed.start(options.local_rank)
+    folder, resume = world.from_main(lambda: run_folder(task.config, options.resume, options.allow_config_change))
+    train(task, world, folder, resume)
 
 
-def prepare(
-    config: Config, *, deepspeed: str | None = None, resume: str | None = None, allowed_changes: Sequence[str] = ()
-) -> Task:
-    """Check everything that needs no model: prompts, rewards, loggers, the DeepSpeed file, the run folder.
+def prepare(config: Config, *, deepspeed: str | None = None) -> Task:
+    """Check everything that needs no model and no folder: prompts, rewards, loggers, the DeepSpeed file.
 
     Raises:
         ValueError: (or a subclass) naming the setting and the remedy.
@@ -102,15 +93,19 @@ def prepare(
         width=config.rollout.width or 64,
         allow_nonfinite=config.credit.drop_nonfinite,
     )
-    folder, resume_from = _run_folder(config, resume)
-    if resume_from is not None:
-        checkpoint.check_config(resume_from, config, list(allowed_changes))
-    return Task(config, settings, prompts, heldout, rewards, folder, resume_from)
+    return Task(config, settings, prompts, heldout, rewards)
 
 
-def train(task: Task, world: World) -> None:
-    """The run: a table of contents of what the library does."""
-    config, folder = task.config, task.folder
+def train(task: Task, world: World, folder: Path, resume: Path | None) -> None:
+    """The run: a table of contents of what the library does.
+
+    Args:
+        task: what to train.
+        world: this process.
+        folder: the run folder.
+        resume: checkpoint to go on from.
+    """
+    config = task.config
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
         # Nothing here reads memory it has not written; filling DeepSpeed's buffers would take a second each.
@@ -119,12 +114,12 @@ def train(task: Task, world: World) -> None:
     with clock.phase("start"):
         policy = build_policy(config, world.device)
         learner = Learner(policy, config, world, task.deepspeed)
-        done = 0 if task.resume is None else checkpoint.load(task.resume, learner, world)
+        done = 0 if resume is None else checkpoint.load(resume, learner, world)
     log = None
     if world.is_main:
         write_text(folder / "config.yaml", config.to_yaml())
-        log = metrics.MetricsLog(folder, config, resumed_at=None if task.resume is None else done)
-        _announce(task, learner, done)
+        log = metrics.MetricsLog(folder, config, resumed_at=None if resume is None else done)
+        _announce(config, learner, folder, done)
     cache: PromptCache = {}
 
     def record(iteration: int, values: dict[str, float | int], evaluation: Evaluation | None) -> None:
@@ -150,7 +145,7 @@ def train(task: Task, world: World) -> None:
         with clock.phase("eval"), learner.averaged():
             return evaluate(policy, task.heldout, task.rewards, config, world, cache=_cache(cache, config))
 
-    if task.resume is None:
+    if resume is None:
         record(0, {}, evaluation_of(0))
     for iteration in range(done, config.run.iterations):
         with clock.phase("rollout"):
@@ -251,8 +246,17 @@ def _values(
     }
 
 
-def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
-    """The folder to write to, made and found writable, and the checkpoint to resume from."""
+def run_folder(config: Config, resume: str | None, allowed_changes: Sequence[str]) -> tuple[Path, Path | None]:
+    """The folder to write to, made and found writable, and the checkpoint to resume from.
+
+    Args:
+        config: the whole configuration.
+        resume: `auto`, a checkpoint folder, or None for a new run.
+        allowed_changes: keys that may differ from the resumed run's.
+
+    Raises:
+        ValueError: nothing to resume from, a changed configuration, or a folder that cannot be written.
+    """
     base = config.run.folder
     source: Path | None = None
     if resume is not None and resume != "auto":
@@ -277,6 +281,8 @@ def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
             f"run.dir = {config.run.dir!r}: the run folder {folder} cannot be written ({error.strerror}); "
             "set run.dir to a folder you may write to"
         ) from error
+    if source is not None:
+        checkpoint.check_config(source, config, list(allowed_changes))
     return folder, source
 
 
@@ -308,8 +314,7 @@ def _bar(world: World, name: str, total: int | None) -> tqdm:
     return tqdm(total=total, desc=name, leave=False, disable=None if world.is_main else True)
 
 
-def _announce(task: Task, learner: Learner, done: int) -> None:
-    config = task.config
+def _announce(config: Config, learner: Learner, folder: Path, done: int) -> None:
     rows = config.data.prompts_per_iteration * config.data.group_size
     trained = sum(p.numel() for p in learner.parameters)
     window = range(config.rollout.window_size)
@@ -318,7 +323,7 @@ def _announce(task: Task, learner: Learner, done: int) -> None:
     zero = learner.settings.get("zero_optimization", {}).get("stage", 0)
     what = "all weights" if config.model.full_finetune else f"LoRA rank {config.model.lora.rank}"
     print(
-        f"{task.folder}: {config.credit.method} credit, {rows} samples an iteration, {what} ({trained:,} parameters), "
+        f"{folder}: {config.credit.method} credit, {rows} samples an iteration, {what} ({trained:,} parameters), "
         f"ZeRO-{zero} on {learner.world.world_size} x {learner.world.device.type}"
         + (f", resumed after iteration {done}" if done else "")
     )
