@@ -72,6 +72,20 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & _MASK, seed >> 32
 
 
+def check_counter(*, iteration: int, row_uid: torch.Tensor | Sequence[int], step: int | torch.Tensor) -> None:
+    """Refuse counters that would wrap around into other rows' or other streams' noise; tensors on a GPU are not read.
+
+    Raises:
+        ValueError: naming the first one out of range.
+    """
+    for name, value, bits in (("iteration", iteration, 32), ("row_uid", row_uid, 32), ("step", step, 28)):
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            continue
+        numbers = torch.as_tensor(value).flatten()
+        if numbers.numel() and not (0 <= int(numbers.min()) and int(numbers.max()) < 1 << bits):
+            raise ValueError(f"{name} = {value} is outside [0, 2^{bits}): the noise counter would wrap around")
+
+
 def philox_bits(
     blocks: int, *, seed: int, iteration: int, row_uid: torch.Tensor, stream_step: int | torch.Tensor
 ) -> torch.Tensor:
@@ -118,7 +132,8 @@ def normal(
     rows = rows.to(device) if device is not None else rows
     if len(shape) == 0 or rows.dim() != 1 or rows.numel() != shape[0]:
         raise ValueError(f"row_uid has shape {list(rows.shape)}, but shape = {list(shape)} asks for one uid a row")
-    if isinstance(step, torch.Tensor):
+    check_counter(iteration=iteration, row_uid=row_uid, step=step)
+    if isinstance(step, torch.Tensor) and step.dim() > 0:
         if step.shape != rows.shape:
             raise ValueError(f"step has shape {list(step.shape)}: give one int, or one for each of {len(rows)} rows")
         stream_step: int | torch.Tensor = step.to(torch.int64) | int(stream)
@@ -143,7 +158,9 @@ def uniform_words(count: int, *, seed: int, stream: Stream, iteration: int = 0, 
 
 def permutation(count: int, *, seed: int, stream: Stream, iteration: int = 0, row: int = 0) -> list[int]:
     """A random permutation of `range(count)`, a pure function of its arguments."""
-    words = torch.tensor(uniform_words(2 * count, seed=seed, stream=stream, iteration=iteration, row=row))
+    words = torch.tensor(
+        uniform_words(2 * count, seed=seed, stream=stream, iteration=iteration, row=row), dtype=torch.int64
+    )
     # 62 random bits a key; a stable sort makes the result the same everywhere even if two keys were equal.
     keys = (words[0::2] << 30) ^ words[1::2]
     return torch.argsort(keys, stable=True).tolist()
