@@ -8,7 +8,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,8 @@ def bandwidth(request: pytest.FixtureRequest, smoke: bool) -> float:
         seconds.append(time.perf_counter() - start)
     rate = 3 * a.nbytes / statistics.median(seconds)
     request.config.stash[_notes].append(
-        f"memory bandwidth {rate / 1e9:.1f} GB/s: c = a + b on 3 x {a.nbytes >> 20} MiB, {torch.get_num_threads()} threads"
+        f"memory bandwidth {rate / 1e9:.1f} GB/s: c = a + b on 3 x {a.nbytes >> 20} MiB, "
+        f"{torch.get_num_threads()} threads"
     )
     return rate
 
@@ -100,7 +101,7 @@ def race(request: pytest.FixtureRequest, smoke: bool, bandwidth: float) -> Calla
 
 
 @pytest.fixture
-def peak_memory() -> Iterator[Callable[[Callable[[], object]], int]]:
+def peak_memory() -> Callable[[Callable[[], object]], int]:
     """`peak_memory(call) -> bytes` that the process held at most above what it held before, the result included."""
     release = ctypes.CDLL(None).malloc_trim  # gives freed memory back, so that using it again counts
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -119,7 +120,7 @@ def peak_memory() -> Iterator[Callable[[Callable[[], object]], int]]:
         del result
         return 1024 * peak
 
-    yield measure
+    return measure
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -40,8 +40,9 @@ struct SdeStep {
   const int64_t *row_uid, *stream_step;  // null where no noise is drawn
   Array next_sample;                     // out
   float* mean;                           // out, may be null
-  const float* b_ode;                    // null without ode_first
-  Array ode_first;                       // out: sample + b_ode v, the Euler step of the same velocity
+  int64_t ode_rows;                      // the first rows, which have an ode_first
+  const float* b_ode;                    // [ode_rows]
+  Array ode_first;                       // out [ode_rows]: sample + b_ode v, the Euler step of the same velocity
   float* log_prob;                       // out
 };
 

@@ -90,8 +90,8 @@ void prefer_huge_pages(const void* data, int64_t bytes) {
 #endif
 }
 
-void prefer_huge_pages(const Step& step, const Array& array) {
-  prefer_huge_pages(array.data, step.rows * step.elements * (array.dtype == kFloat32 ? 4 : 2));
+void prefer_huge_pages(const Array& array, int64_t count) {
+  prefer_huge_pages(array.data, count * (array.dtype == kFloat32 ? 4 : 2));
 }
 
 // Log-prob of one row from its sum of squared errors.
@@ -164,12 +164,12 @@ TPGRPO_EXPORT void tpgrpo_philox_normal(float* out, int64_t rows, int64_t elemen
 TPGRPO_EXPORT void tpgrpo_sde_step(const tpgrpo::SdeStep* p) {
   using namespace tpgrpo;
   const Kernels& kernels = select_kernels(p->step.max_isa);
-  prefer_huge_pages(p->step, p->next_sample);
-  prefer_huge_pages(p->step, p->ode_first);
-  prefer_huge_pages(p->step, Array{p->mean, kFloat32});
-  const int64_t rows = p->step.rows, chunks = chunks_of(p->step.elements);
+  const int64_t rows = p->step.rows, elements = p->step.elements, chunks = chunks_of(elements);
+  prefer_huge_pages(p->next_sample, rows * elements);
+  prefer_huge_pages(Array{p->mean, kFloat32}, rows * elements);
+  prefer_huge_pages(p->ode_first, p->ode_rows * elements);
   std::vector<double> partial(static_cast<size_t>(rows * chunks));
-  for_each_chunk(rows, p->step.elements, p->step.num_threads,
+  for_each_chunk(rows, elements, p->step.num_threads,
                  [&](int64_t task, Span span) { partial[task] = kernels.sde_step(*p, span); });
   for (int64_t row = 0; row < rows; ++row) {
     double error = 0;
@@ -210,8 +210,8 @@ TPGRPO_EXPORT void tpgrpo_gradients(const tpgrpo::Gradient* p) {
   using namespace tpgrpo;
   const Step& step = p->step;
   const Kernels& kernels = select_kernels(step.max_isa);
-  prefer_huge_pages(step, p->grad_velocity);
-  prefer_huge_pages(step, p->grad_velocity_uncond);
+  prefer_huge_pages(p->grad_velocity, step.rows * step.elements);
+  prefer_huge_pages(p->grad_velocity_uncond, step.rows * step.elements);
   const double elements = static_cast<double>(step.elements);
   for_each_chunk(step.rows, step.elements, step.num_threads, [&](int64_t, Span span) {
     const double b = step.b[span.row], c = step.c[span.row];

@@ -63,7 +63,9 @@ class _SdeStep(ctypes.Structure):
         ("iteration", _I64),
         *[(name, _POINTER) for name in ("row_uid", "stream_step")],
         ("next_sample", _Array),
-        *[(name, _POINTER) for name in ("mean", "b_ode")],
+        ("mean", _POINTER),
+        ("ode_rows", _I64),
+        ("b_ode", _POINTER),
         ("ode_first", _Array),
         ("log_prob", _POINTER),
     ]
@@ -239,15 +241,16 @@ def sde_step(
         unscaled: log-probs without variance and constants.
         reduce_sum: sum log-probs over elements; the default is their mean.
         want_mean: also return the means.
-        b_ode: `[N]`; also return the ODE step `sample + b_ode v` of the same velocity.
+        b_ode: `[M]`, M <= N; also return the ODE step `sample + b_ode v` of the first M rows.
         num_threads, max_isa: as in `philox_normal`.
 
     Returns:
-        `(next_sample [N, E], log_prob float32 [N], mean float32 [N, E] | None, ode_first [N, E] | None)`.
+        `(next_sample [N, E], log_prob [N], mean [N, E] | None, ode_first [M, E] | None)`: the states in `out_dtype`, the
+        rest in float32.
     """
     inputs = _Inputs(num_threads, max_isa)
     step = inputs.step(velocity, velocity_uncond, guidance_scale, sample, a, b, c, unscaled, reduce_sum)
-    if noise is None and bool((c != 0).any()):
+    if noise is None and bool(c.any()):
         if row_uid is None or stream_step is None:
             raise ValueError("rows with c != 0 need noise: pass noise, or row_uid and stream_step")
         _check_uint("seed", seed, 64)
@@ -255,7 +258,10 @@ def sde_step(
     next_sample = torch.empty_like(sample, dtype=out_dtype)
     log_prob = torch.empty(step.rows)
     mean = torch.empty_like(sample, dtype=torch.float32) if want_mean else None
-    ode_first = torch.empty_like(next_sample) if b_ode is not None else None
+    ode_rows = 0 if b_ode is None else len(b_ode)
+    if ode_rows > step.rows:
+        raise ValueError(f"b_ode has {ode_rows} rows, but sample has {step.rows}")
+    ode_first = torch.empty((ode_rows, step.elements), dtype=out_dtype) if b_ode is not None else None
     arguments = _SdeStep(
         step=step,
         noise=inputs.array("noise", noise),
@@ -265,8 +271,9 @@ def sde_step(
         stream_step=inputs.per_row("stream_step", stream_step, torch.int64),
         next_sample=inputs.array("next_sample", next_sample),
         mean=mean.data_ptr() if mean is not None else None,
-        b_ode=inputs.per_row("b_ode", b_ode),
-        ode_first=inputs.array("ode_first", ode_first),
+        ode_rows=ode_rows,
+        b_ode=inputs.per_row("b_ode", b_ode, rows=ode_rows),
+        ode_first=inputs.array("ode_first", ode_first, rows=ode_rows),
         log_prob=log_prob.data_ptr(),
     )
     load().tpgrpo_sde_step(ctypes.byref(arguments))
@@ -463,10 +470,10 @@ class _Inputs:
     ) -> _Step:
         if sample.ndim != 2:
             raise ValueError(f"sample must have shape [N, E], got {list(sample.shape)}")
-        self._shape = sample.shape
+        self._rows, self._elements = sample.shape
         return _Step(
-            rows=sample.shape[0],
-            elements=sample.shape[1],
+            rows=self._rows,
+            elements=self._elements,
             velocity=self.array("velocity", velocity),
             velocity_uncond=self.array("velocity_uncond", velocity_uncond),
             sample=self.array("sample", sample),
@@ -480,7 +487,7 @@ class _Inputs:
             max_isa=self._max_isa,
         )
 
-    def array(self, name: str, tensor: torch.Tensor | None) -> _Array:
+    def array(self, name: str, tensor: torch.Tensor | None, rows: int | None = None) -> _Array:
         if tensor is None:
             return _Array(None, 0)
         if tensor.device.type != "cpu" or tensor.dtype not in DTYPES or not tensor.is_contiguous():
@@ -488,16 +495,19 @@ class _Inputs:
                 f"{name} must be a contiguous float32, bfloat16 or float16 CPU tensor, got {tensor.dtype} on "
                 f"{tensor.device}, contiguous: {tensor.is_contiguous()}"
             )
-        if tensor.shape != self._shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, but sample has {list(self._shape)}")
+        if tensor.shape != (self._rows if rows is None else rows, self._elements):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but sample has {[self._rows, self._elements]}")
         return _Array(tensor.data_ptr(), DTYPES.index(tensor.dtype))
 
-    def per_row(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    def per_row(
+        self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32, rows: int | None = None
+    ) -> int | None:
+        rows = self._rows if rows is None else rows
         if tensor is None:
             return None
-        if tensor.device.type != "cpu" or tensor.shape != self._shape[:1]:
+        if tensor.device.type != "cpu" or tensor.shape != (rows,):
             raise ValueError(
-                f"{name} must be a CPU tensor with one entry for each of the {self._shape[0]} rows, got "
+                f"{name} must be a CPU tensor with one entry for each of the {rows} rows, got "
                 f"{list(tensor.shape)} on {tensor.device}"
             )
         tensor = tensor.detach().to(dtype).contiguous()

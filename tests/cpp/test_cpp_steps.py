@@ -163,6 +163,14 @@ def test_rows_without_noise(dtype):
     assert grad[[0, 2]].ne(0).any(dim=1).all()
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_the_first_rows_start_ode_completions(rows):
+    case = Case(torch.bfloat16)
+    some, every = case.step(case.noise, b_ode=case.b[:rows])[3], case.step(case.noise, b_ode=case.b)[3]
+    assert some.shape == (rows, 257)
+    assert torch.equal(some, every[:rows])
+
+
 def test_ode_rows_need_no_counters():
     case = Case(sde_type="ode")
     drawn = _cpp.sde_step(
@@ -422,6 +430,7 @@ def test_recorded_steps(golden, recording):
         ({"sample": torch.ones(6)}, "sample must have shape"),
         ({"noise": torch.ones(2, 4)}, "noise has shape"),
         ({"a": torch.ones(3)}, "a must be a CPU tensor with one entry for each of the 2 rows"),
+        ({"b_ode": torch.ones(3)}, "b_ode has 3 rows, but sample has 2"),
         ({"row_uid": None}, "rows with c != 0 need noise"),
         ({"seed": -1}, "seed must be in"),
         ({"iteration": 2**32}, "iteration must be in"),
