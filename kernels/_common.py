@@ -18,6 +18,9 @@ MAX_BLOCK = 1024
 # Rounding as in the torch reference: products and sums are not fused, except where a kernel says fma.
 LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
+# Triton's interpreter cuts float32 to bfloat16 where every device rounds to the nearest even number.
+CUTS_BFLOAT16 = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -116,6 +119,16 @@ def load_guided(p_velocity, p_uncond, o_x, m_x, guidance_scale, GUIDED: tl.const
         b_u = load_f32(p_uncond, o_x, m_x)
         b_v = b_u + guidance_scale * (b_v - b_u)
     return b_v
+
+
+@triton.jit
+def rounded(b_x, dtype: tl.constexpr):
+    """A float32 block in the storage dtype, to the nearest even number."""
+    if CUTS_BFLOAT16 and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_bits = tl.where(b_x == b_x, b_bits + 0x7FFF + ((b_bits >> 16) & 1), b_bits)
+        b_x = b_bits.to(tl.float32, bitcast=True)
+    return b_x.to(dtype)
 
 
 @triton.jit

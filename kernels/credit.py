@@ -256,6 +256,6 @@ def assign(
         NORMALIZE=normalize,
         ROWS=rows,
         STEPS=columns,
-        **LAUNCH_OPTIONS | {"num_warps": min(16, max(1, pairs // 1024))},
+        **LAUNCH_OPTIONS | {"num_warps": min(16, max(1, pairs // 512))},
     )
     return Assigned(values, found != 0, incremental, aggregated, advantages)

@@ -13,6 +13,7 @@ from tpgrpo_fast.kernels._common import (
     load_f32,
     load_guided,
     place,
+    rounded,
     row_log_prob,
     row_sum,
     row_table,
@@ -137,9 +138,9 @@ def grpo_loss_bwd_kernel(
         b_grad += push * (b_mean - (b_ax + b * load_f32(p_ref + base, o_row, m_x)))
     if GUIDED:
         b_uncond = (1.0 - guidance_scale) * b_grad
-        tl.store(p_grad_uncond + base + o_row, b_uncond.to(p_grad_uncond.dtype.element_ty), mask=m_x)
+        tl.store(p_grad_uncond + base + o_row, rounded(b_uncond, p_grad_uncond.dtype.element_ty), mask=m_x)
         b_grad = guidance_scale * b_grad
-    tl.store(p_grad_velocity + base + o_row, b_grad.to(p_grad_velocity.dtype.element_ty), mask=m_x)
+    tl.store(p_grad_velocity + base + o_row, rounded(b_grad, p_grad_velocity.dtype.element_ty), mask=m_x)
 
 
 def grpo_loss_forward(

@@ -15,6 +15,7 @@ from tpgrpo_fast.kernels._common import (
     load_guided,
     normals,
     place,
+    rounded,
     row_table,
     words,
 )
@@ -77,14 +78,14 @@ def sde_step_fwd_kernel(
                 first_quad, stream_step, row_uid, iteration.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32), BLOCK
             )
             b_value = b_mean + c * b_eps
-    b_stored = b_value.to(p_next.dtype.element_ty)
+    b_stored = rounded(b_value, p_next.dtype.element_ty)
     tl.store(p_next + base + o_row, b_stored, mask=m_x)
     if MEAN:
         tl.store(p_mean + base + o_row, b_mean, mask=m_x)
     if FIRST:
         if row < first_rows:
             b_first = b_x + tl.load(p_b_ode + row) * b_v
-            tl.store(p_first + base + o_row, b_first.to(p_first.dtype.element_ty), mask=m_x)
+            tl.store(p_first + base + o_row, rounded(b_first, p_first.dtype.element_ty), mask=m_x)
     # The state is scored as it is stored.
     b_error = tl.where(m_x, b_stored.to(tl.float32) - b_mean, 0.0)
     tl.store(p_partial + pid, block_sum(b_error * b_error))

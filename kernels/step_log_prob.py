@@ -14,6 +14,7 @@ from tpgrpo_fast.kernels._common import (
     load_f32,
     load_guided,
     place,
+    rounded,
     row_table,
 )
 
@@ -79,9 +80,9 @@ def step_log_prob_bwd_kernel(
     b_grad = factor * (load_f32(p_next + base, o_row, m_x) - b_mean)
     if GUIDED:
         b_uncond = (1.0 - guidance_scale) * b_grad
-        tl.store(p_grad_uncond + base + o_row, b_uncond.to(p_grad_uncond.dtype.element_ty), mask=m_x)
+        tl.store(p_grad_uncond + base + o_row, rounded(b_uncond, p_grad_uncond.dtype.element_ty), mask=m_x)
         b_grad = guidance_scale * b_grad
-    tl.store(p_grad_velocity + base + o_row, b_grad.to(p_grad_velocity.dtype.element_ty), mask=m_x)
+    tl.store(p_grad_velocity + base + o_row, rounded(b_grad, p_grad_velocity.dtype.element_ty), mask=m_x)
 
 
 def step_log_prob_forward(
