@@ -61,22 +61,29 @@ def bandwidth(request: pytest.FixtureRequest, smoke: bool) -> float:
 
 @pytest.fixture
 def race(request: pytest.FixtureRequest, smoke: bool, bandwidth: float) -> Callable[..., dict[str, float]]:
-    """`race(case, competitors, elements=..., bytes_moved=...) -> {name: speed-up over the first}`.
+    """`race(case, competitors, elements=..., bytes_moved=..., calls=...) -> {name: speed-up over the first}`.
 
     The competitors take turns, so that whatever slows the machine slows them alike; a speed-up is the median over
     rounds. Where the bytes that a case has to move are given, the rate is printed and its share of the bandwidth.
+    Short cases are called several times a round.
     """
 
     def run(
-        case: str, competitors: dict[str, Callable[[], object]], *, elements: int = 0, bytes_moved: int = 0
+        case: str,
+        competitors: dict[str, Callable[[], object]],
+        *,
+        elements: int = 0,
+        bytes_moved: int = 0,
+        calls: int = 1,
     ) -> dict[str, float]:
         seconds: dict[str, list[float]] = {name: [] for name in competitors}
         for round_index in range(1 if smoke else ROUNDS + 1):
             for name, call in competitors.items():
                 start = time.perf_counter()
-                call()
+                for _ in range(calls):
+                    call()
                 if smoke or round_index > 0:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - start)
+                    seconds[name].append((time.perf_counter() - start) / calls)
         baseline = next(iter(seconds.values()))
         speedups = {}
         for name, times in seconds.items():

@@ -245,8 +245,8 @@ def sde_step(
         num_threads, max_isa: as in `philox_normal`.
 
     Returns:
-        `(next_sample [N, E], log_prob [N], mean [N, E] | None, ode_first [M, E] | None)`: the states in `out_dtype`, the
-        rest in float32.
+        `(next_sample [N, E], log_prob [N], mean [N, E] | None, ode_first [M, E] | None)`: the states in `out_dtype`,
+        the rest in float32.
     """
     inputs = _Inputs(num_threads, max_isa)
     step = inputs.step(velocity, velocity_uncond, guidance_scale, sample, a, b, c, unscaled, reduce_sum)
