@@ -4,6 +4,7 @@ Every big tensor is a contiguous `[N, E]` table; a program works on one block of
 two stages, block by block and then over the blocks in a fixed order, so results do not depend on scheduling.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math

@@ -1,5 +1,6 @@
 """Credit of all prompt groups in one launch: turning points, balancing by rank, step rewards, normalised advantages."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 from typing import NamedTuple

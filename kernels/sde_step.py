@@ -1,5 +1,6 @@
 """One sampler step: guidance, affine transition, noise, rounding and log-prob in one pass over memory."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,6 @@
 """Log-probability of a stored step under other velocities, forward and backward."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import torch

@@ -422,15 +422,13 @@ def _sde_step(
 
 
 @_sde_step.register_fake
-def _(
-    velocity, velocity_uncond, guidance_scale, sample, coefficients, noise, seed, iteration, row_uid, stream_step,
-    out_dtype, unscaled, reduce_sum, want_mean, b_ode, backend,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(*arguments):  # type: ignore[no-untyped-def]
+    sample, out_dtype, want_mean, b_ode = arguments[3], arguments[10], arguments[13], arguments[14]
     rows, elements = sample.shape
     return (
         sample.new_empty((rows, elements), dtype=out_dtype),
         sample.new_empty(rows, dtype=torch.float32),
-        sample.new_empty((rows, elements) if want_mean else 0, dtype=torch.float32),
+        sample.new_empty((rows, elements), dtype=torch.float32) if want_mean else sample.new_empty(0),
         sample.new_empty(0) if b_ode is None else sample.new_empty((len(b_ode), elements), dtype=out_dtype),
     )
 
