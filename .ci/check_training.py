@@ -13,6 +13,7 @@ LARGEST_RATIO_DEVIATION = 1e-5
 
 
 def check(runs: Path) -> None:
+    """Exits with a message unless the only run under `runs` has gained enough."""
     files = sorted(runs.rglob("metrics.jsonl"))
     if len(files) != 1:
         sys.exit(f"expected one metrics.jsonl under {runs}, found {len(files)}")

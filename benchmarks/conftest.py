@@ -150,7 +150,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     )
     table = [heads, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    terminalreporter.section(f"{ROUNDS} interleaved rounds, {torch.get_num_threads()} torch threads")
+    terminalreporter.section(f"medians of {ROUNDS} interleaved rounds")
     for row in table:
         terminalreporter.write_line(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,6 @@ def start(local_rank: int | None = None) -> World:
     Args:
         local_rank: `--local_rank` as launchers append it; the environment's LOCAL_RANK by default.
     """
-    alone = "RANK" not in os.environ or "WORLD_SIZE" not in os.environ
-    if alone:
-        # DeepSpeed looks for MPI unless these are set.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(_free_port())
     if local_rank is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
@@ -97,17 +92,13 @@ def start(local_rank: int | None = None) -> World:
         torch.cuda.set_device(device)
     deepspeed = import_deepspeed()
     if not dist.is_initialized():
-        deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+        backend = "nccl" if cuda else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        # DeepSpeed adopts the group; left to itself it would look for MPI where no launcher has set the environment.
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        # At exit, not after a run: DeepSpeed keeps groups that would outlive it in a process that trains again.
+        atexit.register(dist.destroy_process_group)
     return World(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=local_rank, device=device)
-
-
-def stop() -> None:
-    """Leave the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -78,11 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resume=options.resume,
         allowed_changes=options.allow_config_change,
     )
-    world = distributed.start(options.local_rank)
-    try:
-        train(task, world)
-    finally:
-        distributed.stop()
+    train(task, distributed.start(options.local_rank))
 
 
 def prepare(
@@ -117,6 +113,8 @@ def train(task: Task, world: World) -> None:
     config, folder = task.config, task.folder
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
+        # Nothing here reads memory it has not written; filling DeepSpeed's buffers would take a second each.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     clock = metrics.Clock()
     with clock.phase("start"):
         policy = build_policy(config, world.device)
@@ -258,8 +256,8 @@ def _run_folder(config: Config, resume: str | None) -> tuple[Path, Path | None]:
     base = config.run.folder
     source: Path | None = None
     if resume is not None and resume != "auto":
+        checkpoint.read_state(Path(resume))
         source = Path(resume).resolve()
-        checkpoint.read_state(source)
         folder = source.parent.parent
     else:
         taken = _existing(base)

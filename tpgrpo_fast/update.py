@@ -21,6 +21,7 @@ from tpgrpo_fast.rollout import Rollout
 DEFAULT_DEEPSPEED = Path(__file__).parent / "recipes" / "deepspeed" / "zero2.json"
 DEFAULT_MICRO_BATCH = 32
 ADAM_EPS = 1e-8
+MAX_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 
 
 class TrainingError(RuntimeError):
@@ -73,7 +74,9 @@ def read_deepspeed(path: str | Path | None) -> dict[str, Any]:
     return settings
 
 
-def fill_deepspeed(settings: dict[str, Any], config: Config, *, world_size: int, cuda: bool) -> dict[str, Any]:
+def fill_deepspeed(
+    settings: dict[str, Any], config: Config, *, world_size: int, cuda: bool, trained_parameters: int = MAX_BUCKET
+) -> dict[str, Any]:
     """Replace every `auto` of a DeepSpeed configuration by the recipe's value.
 
     A micro batch counts (row, step) pairs. Accumulation boundaries are set by this library, at the end of each update.
@@ -107,6 +110,11 @@ def fill_deepspeed(settings: dict[str, Any], config: Config, *, world_size: int,
     if filled.get("gradient_clipping", "auto") == "auto":
         filled["gradient_clipping"] = config.train.max_grad_norm or 0.0
     filled.setdefault("steps_per_print", 10**9)
+    zero = filled.setdefault("zero_optimization", {})
+    for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
+        # DeepSpeed allocates whole buckets, gigabytes by default; an adapter fits into a small one.
+        if zero.get(bucket, "auto") == "auto":
+            zero[bucket] = max(1, min(trained_parameters, MAX_BUCKET))
     for section, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         wanted = config.model.dtype == dtype
         given = filled.setdefault(section, {})
@@ -164,12 +172,18 @@ class Learner:
         self.policy = policy
         self.config = config
         self.world = world
-        self.settings = fill_deepspeed(deepspeed, config, world_size=world.world_size, cuda=world.device.type == "cuda")
+        parameters = list(adapters.trainable(policy.transformer).values())
+        self.settings = fill_deepspeed(
+            deepspeed,
+            config,
+            world_size=world.world_size,
+            cuda=world.device.type == "cuda",
+            trained_parameters=sum(p.numel() for p in parameters),
+        )
         stage = self.settings.get("zero_optimization", {}).get("stage", 0)
         if stage == 3:
             raise ValueError("DeepSpeed file: zero_optimization.stage = 3 is not supported yet: use 0, 1 or 2")
         train = config.train
-        parameters = list(adapters.trainable(policy.transformer).values())
         optimizer = None
         if "optimizer" not in self.settings:
             optimizer = torch.optim.AdamW(
