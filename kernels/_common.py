@@ -128,8 +128,10 @@ def rounded(b_x, dtype: tl.constexpr):
     if CUTS_BFLOAT16 and dtype == tl.bfloat16:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_bits = tl.where(b_x == b_x, b_bits + 0x7FFF + ((b_bits >> 16) & 1), b_bits)
-        b_x = b_bits.to(tl.float32, bitcast=True)
-    return b_x.to(dtype)
+        b_stored = (b_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        b_stored = b_x.to(dtype)
+    return b_stored
 
 
 @triton.jit

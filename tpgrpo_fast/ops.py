@@ -749,7 +749,8 @@ def _choose_backend(
 
 def _check_available(backend: str, device: str) -> None:
     if backend == "cpp":
-        _cpp.load()
+        if not INSTALLED["cpp"]:
+            _cpp.load()  # raises, with the remedy
         if device != "cpu":
             raise ValueError(f"backend = 'cpp' takes CPU tensors, not {device}: use triton, torch or auto")
     else:
