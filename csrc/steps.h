@@ -22,11 +22,12 @@ struct Array {
   int64_t dtype;
 };
 
-// What all step kernels read. Pointers to float and to int64_t have one entry a row.
+// What all step kernels read. Pointers to numbers have one entry a row; coefficients are rounded to float32 for the
+// arithmetic on elements only.
 struct Step {
   int64_t rows, elements;
   Array velocity, velocity_uncond, sample;
-  const float *a, *b, *c;
+  const double *a, *b, *c;
   double guidance_scale;
   int32_t unscaled, reduce_sum;
   int32_t num_threads, max_isa;
@@ -41,7 +42,7 @@ struct SdeStep {
   Array next_sample;                     // out
   float* mean;                           // out, may be null
   int64_t ode_rows;                      // the first rows, which have an ode_first
-  const float* b_ode;                    // [ode_rows]
+  const double* b_ode;                   // [ode_rows]
   Array ode_first;                       // out [ode_rows]: sample + b_ode v, the Euler step of the same velocity
   float* log_prob;                       // out
 };
@@ -56,7 +57,7 @@ struct LogProb {
 struct Loss {
   Step step;
   Array next_sample, velocity_ref;
-  const float* inv_two_var_kl;  // k
+  const double* inv_two_var_kl;  // k
   const float *old_log_prob, *advantage, *weight;
   double clip_range, adv_clip;
   float *ratio, *policy, *kl, *grad_log_prob;  // out; the last is d policy / d log p
@@ -66,8 +67,9 @@ struct Loss {
 struct Gradient {
   Step step;
   Array next_sample, velocity_ref;
-  const float *inv_two_var_kl, *grad_log_prob, *grad_kl;  // the first and the last are null without velocity_ref
-  Array grad_velocity, grad_velocity_uncond;              // out
+  const double* inv_two_var_kl;  // null without velocity_ref
+  const float *grad_log_prob, *grad_kl;
+  Array grad_velocity, grad_velocity_uncond;  // out
 };
 
 // A chunk of a row.

@@ -123,7 +123,7 @@ std::vector<Sums> row_sums(const Step& p, const Array& next_sample, const Array&
 }  // namespace tpgrpo
 
 // Raised whenever a signature below changes, so that a stale library is refused and not called.
-TPGRPO_EXPORT int tpgrpo_abi_version() { return 2; }
+TPGRPO_EXPORT int tpgrpo_abi_version() { return 3; }
 
 // 0 baseline, 1 AVX2 and FMA, 2 AVX-512: the best level of this CPU.
 TPGRPO_EXPORT int tpgrpo_best_isa() { return tpgrpo::best_isa(); }

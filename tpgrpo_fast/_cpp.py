@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("_tpgrpo_cpp.so")
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISA_NAMES = ("baseline", "avx2", "avx512")
 
 _REMEDY = (
@@ -233,7 +233,7 @@ def sde_step(
     Args:
         velocity, velocity_uncond, sample: `[N, E]`; v = v_uncond + guidance_scale (v_cond - v_uncond).
         guidance_scale: used with `velocity_uncond` only.
-        a, b, c: `[N]` coefficients.
+        a, b, c: `[N]` coefficients, in float64 if possible: c enters log-probs as 1 / c^2.
         noise: `[N, E]`; by default drawn from the counters (seed, iteration, row_uid, stream_step).
         seed, iteration, row_uid, stream_step: as in `philox_normal`, `[N]` each; unused with `noise`, and in rows with
             c = 0.
@@ -272,7 +272,7 @@ def sde_step(
         next_sample=inputs.array("next_sample", next_sample),
         mean=mean.data_ptr() if mean is not None else None,
         ode_rows=ode_rows,
-        b_ode=inputs.per_row("b_ode", b_ode, rows=ode_rows),
+        b_ode=inputs.per_row("b_ode", b_ode, torch.float64, rows=ode_rows),
         ode_first=inputs.array("ode_first", ode_first, rows=ode_rows),
         log_prob=log_prob.data_ptr(),
     )
@@ -385,7 +385,7 @@ def grpo_loss_forward(
         step=step,
         next_sample=inputs.array("next_sample", next_sample),
         velocity_ref=inputs.array("velocity_ref", velocity_ref),
-        inv_two_var_kl=inputs.per_row("inv_two_var_kl", inv_two_var_kl),
+        inv_two_var_kl=inputs.per_row("inv_two_var_kl", inv_two_var_kl, torch.float64),
         old_log_prob=inputs.per_row("old_log_prob", old_log_prob),
         advantage=inputs.per_row("advantage", advantage),
         weight=inputs.per_row("weight", weight),
@@ -438,7 +438,7 @@ def grpo_loss_backward(
         step=step,
         next_sample=inputs.array("next_sample", next_sample),
         velocity_ref=inputs.array("velocity_ref", velocity_ref),
-        inv_two_var_kl=inputs.per_row("inv_two_var_kl", inv_two_var_kl),
+        inv_two_var_kl=inputs.per_row("inv_two_var_kl", inv_two_var_kl, torch.float64),
         grad_log_prob=inputs.per_row("grad_log_prob", grad_log_prob),
         grad_kl=inputs.per_row("grad_kl", grad_kl),
         grad_velocity=inputs.array("grad_velocity", grad_velocity),
@@ -477,9 +477,9 @@ class _Inputs:
             velocity=self.array("velocity", velocity),
             velocity_uncond=self.array("velocity_uncond", velocity_uncond),
             sample=self.array("sample", sample),
-            a=self.per_row("a", a),
-            b=self.per_row("b", b),
-            c=self.per_row("c", c),
+            a=self.per_row("a", a, torch.float64),
+            b=self.per_row("b", b, torch.float64),
+            c=self.per_row("c", c, torch.float64),
             guidance_scale=guidance_scale,
             unscaled=unscaled,
             reduce_sum=reduce_sum,
