@@ -510,8 +510,9 @@ class _Inputs:
                 f"{name} must be a CPU tensor with one entry for each of the {rows} rows, got "
                 f"{list(tensor.shape)} on {tensor.device}"
             )
-        tensor = tensor.detach().to(dtype).contiguous()
-        self._alive.append(tensor)
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            tensor = tensor.detach().to(dtype).contiguous()
+            self._alive.append(tensor)
         return tensor.data_ptr()
 
 
