@@ -15,8 +15,8 @@ from tpgrpo_fast.kernels._common import LAUNCH_OPTIONS
 GLOBAL, REMAINING, ANY = 0, 1, 2
 TRENDS = {"global": GLOBAL, "remaining": REMAINING, "any": ANY}
 
-# Entries of a group, padded to powers of two, that one program keeps in registers.
-MAX_GROUP = 4096
+# What one program keeps in registers without spilling: (row, step) entries of a group, and pairs of them in balancing.
+MAX_ENTRIES, MAX_PAIRS = 4096, 8192
 
 
 @triton.jit
@@ -196,9 +196,10 @@ class Assigned(NamedTuple):
     """float64: normalised by group; unset without `normalize`."""
 
 
-def fits(largest_group: int, steps: int) -> bool:
-    """Whether a program can hold a group of that many rows."""
-    return triton.next_power_of_2(largest_group) * triton.next_power_of_2(steps) <= MAX_GROUP
+def fits(largest_group: int, steps: int, *, balance: bool) -> bool:
+    """Whether a program can hold a group of that many rows, and balance it."""
+    rows, columns = triton.next_power_of_2(largest_group), triton.next_power_of_2(steps)
+    return rows * columns <= MAX_ENTRIES and (not balance or rows * columns * columns <= MAX_PAIRS)
 
 
 def assign(

@@ -1,8 +1,8 @@
 """The fused kernel of `credit` for CUDA and ROCm tensors: all groups in one launch.
 
 Imported by `credit` on first use only. Decisions equal those of the torch reference exactly, advantages to rounding.
-Balancing over the whole batch needs a sort of the batch, which torch does between two launches; a batch-wide std is
-torch's too.
+Balancing over the whole batch, or in groups of hundreds, needs a sort, which torch does between two launches; a
+batch-wide std is torch's too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _fused(table: Tensor, segments: Segments, config: CreditConfig) -> Blocks | 
     if config.method == "outcome" or table.dtype != torch.float32 or count == 0:
         return None
     largest = int(segments.bounds.diff().max())
-    if not kernel.fits(largest, steps):
+    if not kernel.fits(largest, steps, balance=False):
         return None
     by_global = "global" in (config.balance_by, config.aggregated)
 
@@ -44,19 +44,15 @@ def _fused(table: Tensor, segments: Segments, config: CreditConfig) -> Blocks | 
             std_eps=config.std_eps,
         )
 
-    turning = None
+    turning, balance = None, config.balance if config.method == "turning_point" else None
     if config.method == "incremental":
         turning = torch.zeros((count, steps), dtype=torch.bool, device=table.device)
-    elif config.balance == "batch":
+    elif balance == "batch" or (balance == "group" and not kernel.fits(largest, steps, balance=True)):
         found = assign(balance=False, turning=None, normalize=False)
-        trend = found.aggregated[:, :1].expand_as(found.aggregated)
-        by = trend if by_global else found.aggregated
-        turning = TORCH.balance(found.turning, by, one_segment(table), config.sign_eps)
-    result = assign(
-        balance=config.balance == "group" and config.method == "turning_point",
-        turning=turning,
-        normalize=config.normalize == "group",
-    )
+        by = found.aggregated[:, :1].expand_as(found.aggregated) if by_global else found.aggregated
+        scope = segments if balance == "group" else one_segment(table)
+        turning, balance = TORCH.balance(found.turning, by, scope, config.sign_eps), None
+    result = assign(balance=balance is not None, turning=turning, normalize=config.normalize == "group")
     advantages = result.advantages if config.normalize == "group" else None
     return Blocks(result.incremental, result.aggregated, result.turning, result.values, advantages)
 
