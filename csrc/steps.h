@@ -40,7 +40,7 @@ struct SdeStep {
   int64_t iteration;
   const int64_t *row_uid, *stream_step;  // null where no noise is drawn
   Array next_sample;                     // out
-  float* mean;                           // out, may be null
+  Array mean;                            // out, float32, may be null
   int64_t ode_rows;                      // the first rows, which have an ode_first
   const double* b_ode;                   // [ode_rows]
   Array ode_first;                       // out [ode_rows]: sample + b_ode v, the Euler step of the same velocity

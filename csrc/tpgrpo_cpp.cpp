@@ -123,7 +123,7 @@ std::vector<Sums> row_sums(const Step& p, const Array& next_sample, const Array&
 }  // namespace tpgrpo
 
 // Raised whenever a signature below changes, so that a stale library is refused and not called.
-TPGRPO_EXPORT int tpgrpo_abi_version() { return 3; }
+TPGRPO_EXPORT int tpgrpo_abi_version() { return 4; }
 
 // 0 baseline, 1 AVX2 and FMA, 2 AVX-512: the best level of this CPU.
 TPGRPO_EXPORT int tpgrpo_best_isa() { return tpgrpo::best_isa(); }
@@ -166,7 +166,7 @@ TPGRPO_EXPORT void tpgrpo_sde_step(const tpgrpo::SdeStep* p) {
   const Kernels& kernels = select_kernels(p->step.max_isa);
   const int64_t rows = p->step.rows, elements = p->step.elements, chunks = chunks_of(elements);
   prefer_huge_pages(p->next_sample, rows * elements);
-  prefer_huge_pages(Array{p->mean, kFloat32}, rows * elements);
+  prefer_huge_pages(p->mean, rows * elements);
   prefer_huge_pages(p->ode_first, p->ode_rows * elements);
   std::vector<double> partial(static_cast<size_t>(rows * chunks));
   for_each_chunk(rows, elements, p->step.num_threads,

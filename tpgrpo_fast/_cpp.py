@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("_tpgrpo_cpp.so")
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISA_NAMES = ("baseline", "avx2", "avx512")
 
 _REMEDY = (
@@ -63,7 +63,7 @@ class _SdeStep(ctypes.Structure):
         ("iteration", _I64),
         *[(name, _POINTER) for name in ("row_uid", "stream_step")],
         ("next_sample", _Array),
-        ("mean", _POINTER),
+        ("mean", _Array),
         ("ode_rows", _I64),
         ("b_ode", _POINTER),
         ("ode_first", _Array),
@@ -270,7 +270,7 @@ def sde_step(
         row_uid=inputs.per_row("row_uid", row_uid, torch.int64),
         stream_step=inputs.per_row("stream_step", stream_step, torch.int64),
         next_sample=inputs.array("next_sample", next_sample),
-        mean=mean.data_ptr() if mean is not None else None,
+        mean=inputs.array("mean", mean),
         ode_rows=ode_rows,
         b_ode=inputs.per_row("b_ode", b_ode, torch.float64, rows=ode_rows),
         ode_first=inputs.array("ode_first", ode_first, rows=ode_rows),
