@@ -8,6 +8,7 @@ two stages, block by block and then over the blocks in a fixed order, so results
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +167,11 @@ def log_prob_kernel(p_partial, p_rows, p_log_prob, rows, chunks, BLOCK: tl.const
     """log_prob [N] of partial sums [N, chunks]; see `row_log_prob`."""
     row = tl.program_id(0)
     tl.store(p_log_prob + row, row_log_prob(p_partial, p_rows, rows, row, chunks, BLOCK))
+
+
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Launches inside go to the tensor's GPU, whichever is the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 class Layout(NamedTuple):

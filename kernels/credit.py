@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _sum_combine
 
-from tpgrpo_fast.kernels._common import LAUNCH_OPTIONS
+from tpgrpo_fast.kernels._common import LAUNCH_OPTIONS, device_of
 
 GLOBAL, REMAINING, ANY = 0, 1, 2
 TRENDS = {"global": GLOBAL, "remaining": REMAINING, "any": ANY}
@@ -232,32 +232,33 @@ def assign(
     found = torch.empty((count, steps), dtype=torch.int8, device=rewards.device)
     advantages = torch.empty((count, steps), dtype=torch.float64, device=rewards.device)
     pairs = rows * columns * columns if balance else rows * columns
-    credit_fwd_kernel[(len(bounds) - 1,)](
-        rewards,
-        order,
-        bounds,
-        found if turning is None else turning.to(torch.int8),
-        values,
-        found,
-        incremental,
-        aggregated,
-        advantages,
-        steps,
-        sign_eps,
-        eta,
-        std_eps,
-        TREND=TRENDS[trend],
-        CONSISTENT=consistent,
-        FIRST_STEP=first_step,
-        POSITIVE_ONLY=positive_only,
-        GLOBAL_BONUS=global_bonus,
-        BY_GLOBAL=by_global,
-        ADD=add,
-        BALANCE=balance,
-        TURNING_GIVEN=turning is not None,
-        NORMALIZE=normalize,
-        ROWS=rows,
-        STEPS=columns,
-        **LAUNCH_OPTIONS | {"num_warps": min(16, max(1, pairs // 512))},
-    )
+    with device_of(rewards):
+        credit_fwd_kernel[(len(bounds) - 1,)](
+            rewards,
+            order,
+            bounds,
+            found if turning is None else turning.to(torch.int8),
+            values,
+            found,
+            incremental,
+            aggregated,
+            advantages,
+            steps,
+            sign_eps,
+            eta,
+            std_eps,
+            TREND=TRENDS[trend],
+            CONSISTENT=consistent,
+            FIRST_STEP=first_step,
+            POSITIVE_ONLY=positive_only,
+            GLOBAL_BONUS=global_bonus,
+            BY_GLOBAL=by_global,
+            ADD=add,
+            BALANCE=balance,
+            TURNING_GIVEN=turning is not None,
+            NORMALIZE=normalize,
+            ROWS=rows,
+            STEPS=columns,
+            **LAUNCH_OPTIONS | {"num_warps": min(16, max(1, pairs // 512))},
+        )
     return Assigned(values, found != 0, incremental, aggregated, advantages)
