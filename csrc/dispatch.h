@@ -28,6 +28,7 @@ enum Isa : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 inline Isa best_isa() {
 #if defined(TPGRPO_X86)
   __builtin_cpu_init();
+  // Every CPU with AVX2 has F16C, which older compilers cannot ask for.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

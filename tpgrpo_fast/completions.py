@@ -128,6 +128,8 @@ def wavefront(plan: Plan, velocities: Velocities, latents: torch.Tensor, guidanc
         cond, uncond = velocities(rows, step)
         euler = plan.transition(step, sde=False)
         mixed = transitions.concat([(plan.transition(step, sde=sde), count), (euler, count * len(completions))])
+        # A window step also starts a completion, which takes its first step with the rollout's own velocity.
+        starts = sde and plan.complete
         stepped = ops.sde_step(
             cond,
             rows,
@@ -138,18 +140,11 @@ def wavefront(plan: Plan, velocities: Velocities, latents: torch.Tensor, guidanc
             iteration=plan.iteration,
             row_uid=plan.row_uid.repeat(1 + len(completions)),
             step=step,
+            ode_first=euler.rows(count) if starts else None,
         )
         following = list(stepped.next_sample.split(count))
-        if sde and plan.complete:
-            # The completion that starts here takes its first step with the rollout's own velocity.
-            first = ops.sde_step(
-                cond[:count],
-                state,
-                euler,
-                velocity_uncond=None if uncond is None else uncond[:count],
-                guidance_scale=guidance_scale,
-            )
-            following.append(first.next_sample)
+        if stepped.ode_first is not None:
+            following.append(stepped.ode_first)
         state, completions = following[0], following[1:]
         if sde:
             drawn.states.append(state)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -171,8 +172,19 @@ class Segments(NamedTuple):
     """[S + 1] int64: set s is `order[bounds[s]:bounds[s + 1]]`."""
 
 
+class Blocks(NamedTuple):
+    """Credit of the kept rows, block by block, each `[N, m]`."""
+
+    incremental: Tensor
+    aggregated: Tensor
+    turning: Tensor
+    values: Tensor
+    advantages: Tensor | None
+    """Normalised in the dtype of the statistics; None where that is still to be done."""
+
+
 class Backend(NamedTuple):
-    """The three operations that a backend implements; everything else is shared by all of them."""
+    """The operations that a backend implements; everything else is shared by all of them."""
 
     turning_points: Callable[[Tensor, Tensor, CreditConfig], Tensor]
     """(d_k [N, m], a_k [N, m], config) -> bool [N, m]: Def. 4.1 or 5.1 and Remark 5.2, before balancing."""
@@ -180,6 +192,8 @@ class Backend(NamedTuple):
     """(candidates bool [N, m], value [N, m], scope, sign_eps) -> bool [N, m]: App. D."""
     moments: Callable[[Tensor, Segments], tuple[Tensor, Tensor]]
     """values [N, m] -> their deviation from the segment's mean and the segment's population variance, each [N, m]."""
+    fused: Callable[[Tensor, Segments, CreditConfig], Blocks | None] | None = None
+    """All of it at once for (rewards [N, m + 1], groups, config), or None where that is not the backend's to do."""
 
 
 @torch.no_grad()
@@ -196,7 +210,7 @@ def assign_credit(
 
     float64 rewards are computed in float64, all others in float32; the statistics of the advantages are always summed
     in float64, in a fixed order per group, so a group's result does not depend on what else is in the batch (with
-    `balance="batch"` and `normalize="batch_std"` it does by definition). Both backends give the same bits on CPU.
+    `balance="batch"` and `normalize="batch_std"` it does by definition). Torch and numba give the same bits on CPU.
 
     Args:
         rewards: `[N, n + 1]`, the rewards `R_0 … R_n` of N rollouts. Method `outcome` reads the last column only and
@@ -204,9 +218,10 @@ def assign_credit(
         groups: `[N]` ints, equal for the rollouts of one prompt; any values, rows of a group in any place. A group of
             one gets advantage 0 unless `config.normalize` is `none`.
         config: how to assign credit.
-        backend: `torch` (any device), `numba` (compiled, CPU), or `auto`: numba for CPU tensors of at least a million
-            rewards where it is installed, torch otherwise. Training batches are far smaller, and there the
-            milliseconds that numba saves do not repay its start.
+        backend: `torch` (any device), `numba` (compiled, CPU), `triton` (one fused launch on CUDA or ROCm), or `auto`:
+            triton for tensors on such a device, numba for CPU tensors of at least a million rewards, each where it is
+            installed, torch otherwise. Training batches are far smaller, and there the milliseconds that numba saves
+            do not repay its start.
         num_steps: n; needed where it does not follow from `rewards`, checked where it does.
         states: the completed states when only some are, for example `(0, 2, 4, n)`: ascending from 0 to n, one per
             column. Turning points are then those of the sequence of blocks, and each step of a block takes the block's
@@ -216,7 +231,7 @@ def assign_credit(
         ValueError: shapes that do not fit, a non-finite reward (the message names the first bad row and column in
             row-major order), or an unknown backend.
         TypeError: rewards that are neither tensor nor array, or groups that are not integers.
-        RuntimeError: numba asked for by name and not installed.
+        RuntimeError: numba or triton asked for by name and not installed, or triton on a CPU without its interpreter.
     """
     table = _reward_table(rewards)
     group_ids = _group_ids(groups, table)
@@ -228,27 +243,10 @@ def assign_credit(
     table, group_ids = table[kept], group_ids[kept]
     segments = _segments(group_ids)
 
-    if config.method == "outcome":
-        values = table[:, -1:]
-        incremental = aggregated = torch.zeros_like(values)
-        turning = torch.zeros_like(values, dtype=torch.bool)
-    else:
-        incremental = table[:, 1:] - table[:, :-1]
-        aggregated = table[:, -1:] - table[:, :-1]
-        values, turning = incremental, torch.zeros_like(incremental, dtype=torch.bool)
-        if config.method == "turning_point":
-            trend = aggregated[:, :1].expand_as(aggregated)  # R_n - R_0
-            bonus = aggregated if config.aggregated == "from_state" else trend
-            turning = ops.turning_points(incremental, aggregated, config)
-            if config.balance is not None:
-                scope = segments if config.balance == "group" else _one_segment(table)
-                by = bonus if config.balance_by == "aggregated" else trend
-                turning = ops.balance(turning, by, scope, config.sign_eps)
-            bonus = config.eta * bonus
-            replaced = bonus if config.turning == "replace" else incremental + bonus
-            values = torch.where(turning & (bonus != 0), replaced, incremental)
-
-    advantages = _advantages(values, segments, config, ops)
+    blocks = ops.fused(table, segments, config) if ops.fused is not None else None
+    incremental, aggregated, turning, values, advantages = blocks or _blocks(table, segments, config, ops)
+    if advantages is None:
+        advantages = _advantages(values, segments, config, ops)
 
     # Blocks become steps here, and the dropped rows come back as zeros.
     block_of_step = torch.repeat_interleave(torch.tensor(block_sizes, device=table.device))
@@ -272,13 +270,37 @@ def assign_credit(
     )
 
 
+def _blocks(table: Tensor, segments: Segments, config: CreditConfig, ops: Backend) -> Blocks:
+    """Increments, turning points and values by a backend's separate operations."""
+    if config.method == "outcome":
+        values = table[:, -1:]
+        incremental = aggregated = torch.zeros_like(values)
+        turning = torch.zeros_like(values, dtype=torch.bool)
+    else:
+        incremental = table[:, 1:] - table[:, :-1]
+        aggregated = table[:, -1:] - table[:, :-1]
+        values, turning = incremental, torch.zeros_like(incremental, dtype=torch.bool)
+        if config.method == "turning_point":
+            trend = aggregated[:, :1].expand_as(aggregated)  # R_n - R_0
+            bonus = aggregated if config.aggregated == "from_state" else trend
+            turning = ops.turning_points(incremental, aggregated, config)
+            if config.balance is not None:
+                scope = segments if config.balance == "group" else one_segment(table)
+                by = bonus if config.balance_by == "aggregated" else trend
+                turning = ops.balance(turning, by, scope, config.sign_eps)
+            bonus = config.eta * bonus
+            replaced = bonus if config.turning == "replace" else incremental + bonus
+            values = torch.where(turning & (bonus != 0), replaced, incremental)
+    return Blocks(incremental, aggregated, turning, values, None)
+
+
 def _advantages(values: Tensor, segments: Segments, config: CreditConfig, ops: Backend) -> Tensor:
     """Normalised values [N, m], in the dtype of the statistics."""
     if config.normalize == "none":
         return values.to(_statistics_dtype(values))
     deviation, variance = ops.moments(values, segments)
     if config.normalize == "batch_std":
-        _, variance = ops.moments(values, _one_segment(values))
+        _, variance = ops.moments(values, one_segment(values))
     scale = _sqrt(variance) + config.std_eps
     return torch.where(scale > 0, deviation / scale, torch.zeros_like(deviation))
 
@@ -375,7 +397,7 @@ def _statistics_dtype(values: Tensor) -> torch.dtype:
     return torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def _one_segment(table: Tensor) -> Segments:
+def one_segment(table: Tensor) -> Segments:
     rows = torch.arange(len(table), device=table.device)
     bounds = [0, len(table)] if len(table) else [0]
     return Segments(torch.zeros_like(rows), rows, torch.tensor(bounds, device=table.device))
@@ -397,7 +419,11 @@ def _backend(name: str, table: Tensor) -> Backend:
     on_cpu = table.device.type == "cpu"
     if name == "auto":
         large = table.numel() >= NUMBA_MIN_REWARDS
-        name = "numba" if on_cpu and large and find_spec("numba") else "torch"
+        name = "torch"
+        if on_cpu and large and find_spec("numba"):
+            name = "numba"
+        elif table.is_cuda and find_spec("triton"):
+            name = "triton"
         _log_once(name)
     if name == "torch":
         return TORCH
@@ -411,7 +437,18 @@ def _backend(name: str, table: Tensor) -> Backend:
                 raise
             raise RuntimeError("backend='numba' needs numba: pip install numba, or use backend='torch'") from error
         return credit_numba.NUMBA
-    raise ValueError(f"backend={name!r} is not available for credit: use 'auto', 'torch' or 'numba'")
+    if name == "triton":
+        if not table.is_cuda and not (on_cpu and os.environ.get("TRITON_INTERPRET") == "1"):
+            raise RuntimeError(
+                f"backend='triton' takes CUDA tensors, rewards are on {table.device}: move them, set "
+                "TRITON_INTERPRET=1 before Python starts to interpret the kernel on the CPU, or use backend='torch'"
+            )
+        if not find_spec("triton"):
+            raise RuntimeError("backend='triton' needs Triton: pip install 'triton>=3.6', or use backend='torch'")
+        from tpgrpo_fast import credit_triton
+
+        return credit_triton.TRITON
+    raise ValueError(f"backend={name!r} is not available for credit: use 'auto', 'torch', 'numba' or 'triton'")
 
 
 _logged: set[str] = set()

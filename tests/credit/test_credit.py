@@ -377,9 +377,9 @@ def test_config_is_a_value():
         (
             torch.zeros(3, 3),
             [0] * 3,
-            {"backend": "triton"},
+            {"backend": "cuda"},
             ValueError,
-            "'triton' is not available.*'torch' or 'numba'",
+            "'cuda' is not available.*'torch', 'numba' or 'triton'",
         ),
         (torch.zeros(3, 3, device="meta"), [0] * 3, {"backend": "numba"}, ValueError, "CPU tensors.*meta"),
         (torch.zeros(3, 3), [0] * 3, {"config": CreditConfig(step_weights=[1])}, ValueError, "1 entries.*2 steps"),

