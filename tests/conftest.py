@@ -2,7 +2,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Nothing here may reach a model hub or a display; set before anything imports those libraries.
+# Nothing here may reach a model hub or a display; set before anything imports those libraries. One thread a process:
+# tensors are tiny, and the threads of two test processes would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
