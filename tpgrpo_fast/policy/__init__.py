@@ -90,6 +90,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, revision: str | None,
 
     # A line for every optional component that is absent, and a bar for every file: not what a run has to say.
     transformers_logging.set_verbosity_error()
+    diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     is_folder = Path(path).expanduser().is_dir()

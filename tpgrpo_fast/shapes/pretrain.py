@@ -6,9 +6,10 @@ short finish in which each attribute of a caption (count, colour, shape, positio
 probability `--caption-noise`. Web-scale captions are noisy in the same way: the finished model draws shapes that often
 ignore the prompt, and that is what reinforcement learning then repairs.
 
-The folder in this package took about 50 minutes with these defaults, on one core of a busy two-core machine: autoencoder
-18, correct captions 19 and 15, noisy captions 1. Its autoencoder had been trained by the same code on scenes of an
-earlier renderer (six colours, free positions); a new run trains it on the present one.
+The folder in this package took about 55 minutes with these defaults, on one core of a busy two-core machine:
+autoencoder 18, correct captions 19 and 15, noisy captions 1, the rest rendering and encoding. Its autoencoder had been
+trained by the same code on scenes of an earlier renderer (six colours, free positions); a new run trains it on the
+present one.
 """
 
 import argparse
