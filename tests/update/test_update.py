@@ -25,7 +25,7 @@ OVERRIDES = [
     *("--rollout.window", "fixed", "--data.group_size", "2", "--data.prompts_per_iteration", "2"),
     *("--model.lora.rank", "2", "--model.lora.alpha", "4", "--train.updates_per_iteration", "1"),
     *("--train.clip_range", "0.2", "--train.learning_rate", "0.01", "--model.max_text_length", "4"),
-    *("--train.ema_decay", "null", "--rollout.guidance_scale", "1.0"),
+    *("--train.ema_decay", "null", "--rollout.guidance_scale", "1.0", "--train.lr_schedule", "constant"),
 ]
 
 
