@@ -45,7 +45,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         axes.set_xlabel("iteration")
         axes.grid(alpha=0.3)
         if title.startswith("max"):
-            axes.set_yscale("log")
+            axes.set_yscale("symlog", linthresh=1e-7)  # often exactly 0
     figure.axes[0].legend(fontsize=8)
     for place, picture in enumerate(before_after):
         axes = figure.add_subplot(layout[2 + place, :])
