@@ -104,6 +104,8 @@ def check_config(checkpoint: Path, config: Config, allowed: list[str]) -> None:
         ConfigError: naming every changed key, its old and its new value.
     """
     before = load_config(checkpoint / "config.yaml")
+    # A falling learning rate ends with the last iteration, so that another number of them changes every update.
+    scheduled = config.train.lr_schedule != "constant"
     problems = [
         Problem(
             key,
@@ -112,7 +114,7 @@ def check_config(checkpoint: Path, config: Config, allowed: list[str]) -> None:
             f"set it back, or resume with --allow-config-change {key}",
         )
         for key, (new, old) in config.differences(before).items()
-        if key not in _FREE_KEYS and key not in allowed
+        if key not in allowed and (key not in _FREE_KEYS or (key == "run.iterations" and scheduled))
     ]
     if problems:
         raise ConfigError(problems, f"resuming {checkpoint}")

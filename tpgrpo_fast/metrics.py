@@ -50,7 +50,15 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / METRICS_FILE
     if not file.is_file():
         raise ValueError(f"{file} does not exist: give the folder of a run (runs/NAME)")
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break  # a process that was killed leaves its last line unfinished
+            raise ValueError(f"{file}, line {number} is not JSON ({error}): remove that line") from error
     if not records:
         raise ValueError(f"{file} is empty: the run has not finished its first evaluation")
     return records

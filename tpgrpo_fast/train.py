@@ -81,7 +81,9 @@ def prepare(config: Config, *, deepspeed: str | None = None) -> Task:
         ValueError: (or a subclass) naming the setting and the remedy.
     """
     settings = read_deepspeed(deepspeed)
-    fill_deepspeed(settings, config, world_size=1, cuda=torch.cuda.is_available()) if _single(settings) else None
+    if _single(settings):
+        # The device is not looked at yet: missing weights are reported first, on any machine.
+        fill_deepspeed(settings, config, world_size=1, cuda=True)
     metrics.check_loggers(config)
     prompts = load_prompts(config.data.prompts)
     heldout = heldout_prompts(config)

@@ -126,6 +126,25 @@ def test_a_changed_configuration_does_not_resume_unasked(project):
     assert read_metrics(Path("runs/kept"))[-1]["iteration"] == 3
 
 
+def test_more_iterations_under_a_falling_learning_rate_are_asked_for(project):
+    falling = ("--train.lr_schedule", "linear", "--run.name", "falling")
+    train.main(arguments("--run.iterations", "1", *falling))
+    with pytest.raises(ValueError, match=r"run\.iterations = 3"):
+        train.main(arguments("--resume", "auto", *falling))
+    train.main(arguments("--resume", "auto", "--allow-config-change", "run.iterations", *falling))
+
+
+def test_an_unfinished_last_record_does_not_block_a_resume(project):
+    train.main(arguments("--run.iterations", "2", "--run.name", "torn"))
+    file = Path("runs/torn/metrics.jsonl")
+    file.write_text(file.read_text()[:-30])
+    train.main(arguments("--run.name", "torn", "--resume", "auto"))
+    assert read_metrics(Path("runs/torn"))[-1]["iteration"] == 3
+    file.write_text("{\n" + file.read_text())
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not JSON"):
+        read_metrics(Path("runs/torn"))
+
+
 def test_a_finished_run_is_never_written_over(project):
     for _ in range(3):
         train.main(arguments("--run.iterations", "1"))
@@ -242,6 +261,7 @@ def test_rows_with_failed_rewards_are_left_out_on_request(project):
         (("--rollout.height", "18", "--rollout.width", "18"), r"rollout\.height"),
         (("--run.loggers", "[wandb]"), r"pip install .*wandb"),
         (("--config", "no-such-recipe"), "no-such-recipe"),
+        (("--model.dtype", "float16", "--model.path", "some/model"), "hf download some/model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
