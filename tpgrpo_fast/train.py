@@ -270,10 +270,11 @@ def run_folder(config: Config, resume: str | None, allowed_changes: Sequence[str
         if resume == "auto":
             sources = [found[-1] for run in taken if (found := checkpoint.found(run / "checkpoints"))]
             source = sources[-1] if sources else None
-            folder = base if source is None else source.parent.parent
-        else:
-            # A finished run is never written over: the next one gets a number.
-            folder = base if not taken else base.with_name(f"{base.name}-{_number(taken[-1], base) + 1}")
+            if source is None:
+                print(f"--resume auto: no checkpoint of {base} yet, a new run starts")
+        # An earlier run is never written over: the next one gets a number.
+        new = base if not taken else base.with_name(f"{base.name}-{_number(taken[-1], base) + 1}")
+        folder = new if source is None else source.parent.parent
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_text(folder / ".writable", "")

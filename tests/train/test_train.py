@@ -145,6 +145,16 @@ def test_an_unfinished_last_record_does_not_block_a_resume(project):
         read_metrics(Path("runs/torn"))
 
 
+def test_resume_without_a_checkpoint_starts_beside_what_is_there(project, capsys):
+    train.main(arguments("--run.iterations", "1", "--resume", "auto"))
+    assert "a new run starts" in capsys.readouterr().out
+    (Path("runs/shapes/checkpoints/iteration-000001/state.json")).unlink()
+    before = Path("runs/shapes/metrics.jsonl").read_text()
+    train.main(arguments("--run.iterations", "1", "--resume", "auto"))
+    assert Path("runs/shapes/metrics.jsonl").read_text() == before
+    assert read_metrics(Path("runs/shapes-2"))[-1]["iteration"] == 1
+
+
 def test_a_finished_run_is_never_written_over(project):
     for _ in range(3):
         train.main(arguments("--run.iterations", "1"))
