@@ -35,6 +35,8 @@ from tpgrpo_fast.rewards import RewardSet
 from tpgrpo_fast.rollout import PromptCache, Rollout, peak_memory, rollout
 from tpgrpo_fast.update import Learner, UpdateStats, fill_deepspeed, read_deepspeed
 
+CONFIG_FILE = "config.yaml"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -71,7 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     task = prepare(load_config(options.config, overrides), deepspeed=options.deepspeed)
     world = distributed.start(options.local_rank)
     folder, resume = world.from_main(lambda: run_folder(task.config, options.resume, options.allow_config_change))
-    train(task, world, folder, resume)
+    try:
+        train(task, world, folder, resume)
+    finally:
+        # A run that failed before its first record gives its folder back.
+        if world.is_main and not (folder / metrics.METRICS_FILE).exists():
+            (folder / CONFIG_FILE).unlink(missing_ok=True)
 
 
 def prepare(config: Config, *, deepspeed: str | None = None) -> Task:
@@ -119,7 +126,7 @@ def train(task: Task, world: World, folder: Path, resume: Path | None) -> None:
         done = 0 if resume is None else checkpoint.load(resume, learner, world)
     log = None
     if world.is_main:
-        write_text(folder / "config.yaml", config.to_yaml())
+        write_text(folder / CONFIG_FILE, config.to_yaml())
         log = metrics.MetricsLog(folder, config, resumed_at=None if resume is None else done)
         _announce(config, learner, folder, done)
     cache: PromptCache = {}
@@ -273,9 +280,13 @@ def run_folder(config: Config, resume: str | None, allowed_changes: Sequence[str
             if source is None:
                 print(f"--resume auto: no checkpoint of {base} yet, a new run starts")
         # An earlier run is never written over: the next one gets a number.
-        new = base if not taken else base.with_name(f"{base.name}-{_number(taken[-1], base) + 1}")
-        folder = new if source is None else source.parent.parent
+        number = _number(taken[-1], base) + 1 if taken else 1
+        folder = _numbered(base, number) if source is None else source.parent.parent
     try:
+        # The new folder is taken at once, so that a run that starts at the same moment takes the next number.
+        while source is None and not _claim(folder):
+            number += 1
+            folder = _numbered(base, number)
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_text(folder / ".writable", "")
         (folder / ".writable").unlink()
@@ -289,12 +300,29 @@ def run_folder(config: Config, resume: str | None, allowed_changes: Sequence[str
     return folder, source
 
 
+def _claim(folder: Path) -> bool:
+    """Whether this process is the first to put a configuration into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / CONFIG_FILE).open("x").close()
+    except FileExistsError:
+        # A path component that is a file raises the same error; then there is no folder to number.
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+def _numbered(base: Path, number: int) -> Path:
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+
+
 def _existing(base: Path) -> list[Path]:
     """Run folders `NAME`, `NAME-2`, `NAME-3`, … that hold a run, oldest first."""
     if not base.parent.is_dir():
         return []
     pattern = re.compile(re.escape(base.name) + r"(-\d+)?")
-    runs = [path for path in base.parent.iterdir() if pattern.fullmatch(path.name) and (path / "config.yaml").is_file()]
+    runs = [path for path in base.parent.iterdir() if pattern.fullmatch(path.name) and (path / CONFIG_FILE).is_file()]
     return sorted(runs, key=lambda path: _number(path, base))
 
 

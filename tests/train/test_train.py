@@ -155,6 +155,20 @@ def test_resume_without_a_checkpoint_starts_beside_what_is_there(project, capsys
     assert read_metrics(Path("runs/shapes-2"))[-1]["iteration"] == 1
 
 
+def test_runs_that_start_together_take_folders_of_their_own(project):
+    config = load_config("shapes")
+    folders = [train.run_folder(config, None, [])[0] for _ in range(3)]
+    assert [folder.name for folder in folders] == ["shapes", "shapes-2", "shapes-3"]
+
+
+def test_a_run_that_fails_to_start_gives_its_folder_back(project):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="absent"):
+            train.main(arguments("--model.path", "absent"))
+    train.main(arguments("--run.iterations", "1"))
+    assert [path.name for path in Path("runs").iterdir()] == ["shapes"]
+
+
 def test_a_finished_run_is_never_written_over(project):
     for _ in range(3):
         train.main(arguments("--run.iterations", "1"))
