@@ -25,10 +25,10 @@ from tpgrpo_fast.update import Learner
 
 _NAME = re.compile(r"iteration-(\d{6,})")
 _TRAINER = "trainer"
+CONFIG_FILE = "config.yaml"
+"""Name of the resolved configuration in run folders and checkpoints."""
 # Keys that do not change what the run computes.
-_FREE_KEYS = frozenset(
-    {"run.iterations", "run.name", "run.dir", "run.save_every", "run.keep_checkpoints", "run.loggers"}
-)
+_FREE_KEYS = frozenset({"run.name", "run.dir", "run.save_every", "run.keep_checkpoints", "run.loggers"})
 
 
 def save(folder: Path, learner: Learner, config: Config, world: World, *, iteration: int) -> Path:
@@ -57,7 +57,7 @@ def save(folder: Path, learner: Learner, config: Config, world: World, *, iterat
             adapters.save(learner.policy, temporary)
         if learner.ema is not None:
             torch.save(learner.ema.state_dict(), temporary / "ema.pt")
-        write_text(temporary / "config.yaml", config.to_yaml())
+        write_text(temporary / CONFIG_FILE, config.to_yaml())
         state = {
             "iteration": iteration,
             "updates": learner.updates,
@@ -103,9 +103,11 @@ def check_config(checkpoint: Path, config: Config, allowed: list[str]) -> None:
     Raises:
         ConfigError: naming every changed key, its old and its new value.
     """
-    before = load_config(checkpoint / "config.yaml")
-    # A falling learning rate ends with the last iteration, so that another number of them changes every update.
-    scheduled = config.train.lr_schedule != "constant"
+    before = load_config(checkpoint / CONFIG_FILE)
+    free = _FREE_KEYS.union(allowed)
+    if config.train.lr_schedule == "constant":
+        # A falling learning rate ends with the last iteration: there another number of them changes every update.
+        free |= {"run.iterations"}
     problems = [
         Problem(
             key,
@@ -114,7 +116,7 @@ def check_config(checkpoint: Path, config: Config, allowed: list[str]) -> None:
             f"set it back, or resume with --allow-config-change {key}",
         )
         for key, (new, old) in config.differences(before).items()
-        if key not in allowed and (key not in _FREE_KEYS or (key == "run.iterations" and scheduled))
+        if key not in free
     ]
     if problems:
         raise ConfigError(problems, f"resuming {checkpoint}")

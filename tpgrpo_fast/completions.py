@@ -77,9 +77,13 @@ class Velocities:
     ) -> None:
         self._policy = policy
         self._timesteps = torch.tensor(grid.timesteps, dtype=torch.float32, device=policy.device)
-        self._conditioning = conditioning
-        self._prompt_index = prompt_index.to(policy.device)
-        self._unconditional = unconditional
+        self.conditioning = conditioning
+        """Encoded distinct prompts."""
+        self.prompt_index = prompt_index
+        """int64 `[N]`: a sample's place in `conditioning`."""
+        self.unconditional = unconditional
+        """One row, when guided."""
+        self._places = prompt_index.to(policy.device)
         self._max_rows = max_rows
         self._on_pass = on_pass
         self.passes = 0
@@ -93,13 +97,13 @@ class Velocities:
     def __call__(self, latents: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Velocities `(conditional, unconditional)` of `latents [m N, ...]` at a step; row r is of sample r mod N."""
         count = latents.shape[0]
-        prompts = self._prompt_index.repeat(count // len(self._prompt_index))
+        prompts = self._places.repeat(count // len(self._places))
         timesteps = self._timesteps[step].expand(count)
         size = count if self._max_rows is None else self._max_rows
         conds, unconds = [], []
         for rows in torch.arange(count, device=latents.device).split(size):
             cond, uncond = self._policy.guided_pair(
-                latents[rows], timesteps[rows], self._conditioning.rows(prompts[rows]), self._unconditional
+                latents[rows], timesteps[rows], self.conditioning.rows(prompts[rows]), self.unconditional
             )
             conds.append(cond)
             unconds.append(uncond)

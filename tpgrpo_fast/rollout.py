@@ -145,11 +145,9 @@ def rollout(
         row_uid=uid,
         complete=complete,
     )
-    conditioning, prompt_index = encode(policy, prompts, cache)
-    unconditional = encode(policy, (negative_prompt,), cache)[0] if config.guidance_scale != 1.0 else None
-    velocities = Velocities(policy, grid, conditioning, prompt_index, unconditional, config.max_rows, on_pass)
+    velocities = _velocities(policy, prompts, config, grid, negative_prompt, cache, on_pass)
     if initial_uid is None:
-        initial_uid = uid[_first_of_prompt(prompt_index)] if config.same_noise else uid
+        initial_uid = uid[_first_of_prompt(velocities.prompt_index)] if config.same_noise else uid
     first = completions.initial_noise(
         policy,
         height,
@@ -169,9 +167,9 @@ def rollout(
         clean=tuple(drawn.clean),
         grid=grid,
         window=plan.window,
-        conditioning=conditioning,
-        prompt_index=prompt_index,
-        unconditional=unconditional,
+        conditioning=velocities.conditioning,
+        prompt_index=velocities.prompt_index,
+        unconditional=velocities.unconditional,
         decode_batch=config.decode_batch,
         stats=RolloutStats(
             passes=velocities.passes,
@@ -203,9 +201,7 @@ def sample(
     uid = _uids("row_uid", row_uid, len(prompts))
     height, width = image_size(policy, config)
     grid = policy.grid(steps or config.eval_steps, height, width)
-    conditioning, prompt_index = encode(policy, prompts, cache)
-    unconditional = encode(policy, (negative_prompt,), cache)[0] if config.guidance_scale != 1.0 else None
-    velocities = Velocities(policy, grid, conditioning, prompt_index, unconditional, config.max_rows)
+    velocities = _velocities(policy, prompts, config, grid, negative_prompt, cache)
     noise = completions.initial_noise(policy, height, width, seed=seed, iteration=0, uid=uid, stream=Stream.EVALUATION)
     plan = Plan(
         grid=grid,
@@ -256,6 +252,21 @@ def peak_memory(device: torch.device) -> int:
 
 def _as_policy(policy: Policy | object) -> Policy:
     return policy if isinstance(policy, Policy) else policies.load(policy)
+
+
+def _velocities(
+    policy: Policy,
+    prompts: Sequence[str],
+    config: RolloutConfig,
+    grid: Grid,
+    negative_prompt: str,
+    cache: PromptCache | None,
+    on_pass: Callable[[], None] | None = None,
+) -> Velocities:
+    """The policy's row-forwards for these prompts, guided where `config` says so."""
+    conditioning, prompt_index = encode(policy, prompts, cache)
+    unconditional = encode(policy, (negative_prompt,), cache)[0] if config.guidance_scale != 1.0 else None
+    return Velocities(policy, grid, conditioning, prompt_index, unconditional, config.max_rows, on_pass)
 
 
 def _uids(name: str, value: torch.Tensor | Sequence[int], count: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from tpgrpo_fast import checkpoint, distributed, metrics
 from tpgrpo_fast.assemble import build_policy
+from tpgrpo_fast.checkpoint import CONFIG_FILE
 from tpgrpo_fast.completions import pass_rows
 from tpgrpo_fast.config import Config, load_config
 from tpgrpo_fast.credit import Credit, assign_credit
@@ -34,8 +35,6 @@ from tpgrpo_fast.prompts import load_prompts, prompts_of_iteration
 from tpgrpo_fast.rewards import RewardSet
 from tpgrpo_fast.rollout import PromptCache, Rollout, peak_memory, rollout
 from tpgrpo_fast.update import Learner, UpdateStats, fill_deepspeed, read_deepspeed
-
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +193,7 @@ def draw(
     chosen = prompts_of_iteration(task.prompts, config.data.prompts_per_iteration, config.run.seed, iteration)
     groups = torch.arange(len(chosen)).repeat_interleave(size)
     mine = torch.arange(len(groups))[list(world.rows(len(groups)))]
-    passes = list(
-        pass_rows(
-            config.rollout.steps, range(config.rollout.window_size), complete=False, schedule=config.rollout.schedule
-        )
-    )
-    with _bar(world, "rollout", len(passes)) as bar:
+    with _bar(world, "rollout", len(_planned_rows(config))) as bar:
         drawn = rollout(
             learner.policy,
             [task.prompts[chosen[group]] for group in groups[mine]],
@@ -209,7 +203,7 @@ def draw(
             row_uid=mine,
             # A group's shared noise is that of its first row, wherever that row is drawn.
             initial_uid=groups[mine] * size if config.rollout.same_noise else mine,
-            complete=config.credit.method != "outcome",
+            complete=_needs_completions(config),
             negative_prompt=config.model.negative_prompt,
             cache=cache,
             on_pass=bar.update,
@@ -336,6 +330,16 @@ def _single(settings: dict) -> bool:
     return settings.get("train_batch_size", "auto") == "auto"
 
 
+def _needs_completions(config: Config) -> bool:
+    return config.credit.method != "outcome"
+
+
+def _planned_rows(config: Config) -> list[int]:
+    """Rows a sample of each pass of a rollout whose window starts at 0."""
+    window, schedule = range(config.rollout.window_size), config.rollout.schedule
+    return list(pass_rows(config.rollout.steps, window, complete=_needs_completions(config), schedule=schedule))
+
+
 def _cache(cache: PromptCache, config: Config) -> PromptCache | None:
     return cache if config.model.cache_prompt_embeddings else None
 
@@ -348,9 +352,7 @@ def _bar(world: World, name: str, total: int | None) -> tqdm:
 def _announce(config: Config, learner: Learner, folder: Path, done: int) -> None:
     rows = config.data.prompts_per_iteration * config.data.group_size
     trained = sum(p.numel() for p in learner.parameters)
-    window = range(config.rollout.window_size)
-    complete = config.credit.method != "outcome"
-    row_forwards = list(pass_rows(config.rollout.steps, window, complete=complete, schedule=config.rollout.schedule))
+    row_forwards = _planned_rows(config)
     zero = learner.settings.get("zero_optimization", {}).get("stage", 0)
     what = "all weights" if config.model.full_finetune else f"LoRA rank {config.model.lora.rank}"
     print(

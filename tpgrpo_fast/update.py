@@ -172,7 +172,7 @@ class Learner:
         self.policy = policy
         self.config = config
         self.world = world
-        parameters = list(adapters.trainable(policy.transformer).values())
+        parameters = self.parameters
         self.settings = fill_deepspeed(
             deepspeed,
             config,
@@ -191,7 +191,7 @@ class Learner:
             )
         total = config.run.iterations * train.updates_per_iteration * train.inner_epochs
         factor = learning_rate_factor(train, total)
-        self.engine, self.optimizer, _, self.scheduler = import_deepspeed().initialize(
+        self.engine, _, _, _ = import_deepspeed().initialize(
             model=policy.transformer,
             model_parameters=parameters,
             optimizer=optimizer,
@@ -257,8 +257,14 @@ class Learner:
             trained += update.trained
             for place, batch in enumerate(update.micro_batches):
                 result = self._loss(rollout, batch, old, mine, normalizer=update.pairs)
-                values = torch.stack([result.loss.detach(), result.policy_loss, result.kl]).double().cpu()
-                if not torch.isfinite(values).all():
+                deviation = (result.ratio - 1).abs().max()
+                # One read of the device a micro batch.
+                values = (
+                    torch.stack([result.loss.detach(), result.policy_loss, result.kl, result.clip_fraction, deviation])
+                    .double()
+                    .cpu()
+                )
+                if not torch.isfinite(values[:3]).all():
                     raise TrainingError(
                         f"the loss is not finite (iteration {iteration}, policy loss {float(values[1])}, KL "
                         f"{float(values[2])}): lower train.learning_rate or train.clip_range, or check the reward"
@@ -268,10 +274,10 @@ class Learner:
                 self.engine.backward(result.loss * self.world.world_size, scale_wrt_gas=False)
                 self.engine.step()
                 if not batch.padding:
-                    totals[:3] += values
-                    totals[3] += float(result.clip_fraction) * len(batch.rows)
+                    totals[:3] += values[:3]
+                    totals[3] += values[3] * len(batch.rows)
                     if steps == 0:
-                        max_dev = max(max_dev, float((result.ratio - 1).abs().max()))
+                        max_dev = max(max_dev, float(values[4]))
                 if on_micro_batch is not None:
                     on_micro_batch()
             if update.micro_batches:
